@@ -1,0 +1,166 @@
+"""Group: the only place that calls torch.distributed, with bytes and messages counted per method.
+
+Point-to-point calls go out as one batch (`batch_isend_irecv`), which NCCL runs as a group call and gloo as plain
+sends; both sides issue them in the same order, from one thread.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Count:
+    """What one method sent from this rank."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
+class Counters(defaultdict[str, Count]):
+    """Bytes and messages sent by this rank, per method name."""
+
+    def __init__(self) -> None:
+        super().__init__(Count)
+
+    def sent(self, method: str, tensor: torch.Tensor, times: int = 1) -> None:
+        self[method].bytes += tensor.numel() * tensor.element_size() * times
+        self[method].messages += times
+
+
+class Group:
+    """The ranks along one mesh axis (or several, flattened) and what they exchange.
+
+    Attributes:
+        ranks: global ranks, in the axis' order.
+        index: this rank's position among them.
+    """
+
+    def __init__(self, ranks: Sequence[int], index: int, pg: dist.ProcessGroup | None, counters: Counters) -> None:
+        self.ranks = list(ranks)
+        self.index = index
+        self.pg = pg
+        self.counters = counters
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def exchange(self, method: str, send: Sequence[torch.Tensor | None], recv: Sequence[torch.Tensor | None]) -> None:
+        """Sends `send[i]` to the i-th rank and fills `recv[i]` from it; None and empty tensors are left out.
+
+        Tensors must be contiguous. The own position is ignored.
+        """
+        self._wait(self._start(method, range(self.size), send, recv))
+
+    def shift(self, method: str, send: torch.Tensor, recv: torch.Tensor) -> list[dist.Work]:
+        """Starts one ring step: `send` goes to the next rank, `recv` is filled by the previous. Returns what to wait for."""
+        after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        ops = [self._op(dist.isend, send, after), self._op(dist.irecv, recv, before)]
+        self.counters.sent(method, send)
+        return dist.batch_isend_irecv(ops)
+
+    def all_gather(self, method: str, mine: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+        """Concatenates every rank's part along `dim`; part i has `sizes[i]` there and may be empty."""
+        moved = mine.movedim(dim, 0).contiguous()
+        whole = moved.new_empty((sum(sizes), *moved.shape[1:]))
+        parts: list[torch.Tensor | None] = list(whole.split(list(sizes)))
+        own = parts[self.index]
+        assert own is not None
+        own.copy_(moved)
+        self.exchange(method, [moved] * self.size, parts)
+        return whole.movedim(0, dim)
+
+    def broadcast(self, method: str, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Fills `tensor` on every rank with that of the `source`-th rank, in place."""
+        if self.size > 1 and tensor.numel():
+            if self.index == source:
+                self.counters.sent(method, tensor, self.size - 1)
+            dist.broadcast(tensor, self.ranks[source], group=self.pg)
+        return tensor
+
+    def max(self, value: int) -> int:
+        """The largest of all ranks' values: how ranks agree on a flag."""
+        if self.size == 1:
+            return value
+        flag = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.pg)
+        return int(flag)
+
+    def broadcast_tree(self, method: str, value: Any, source: int = 0, device: torch.device | None = None) -> Any:
+        """Any picklable value of the `source`-th rank, on all ranks. Its tensors travel as tensors, not in the pickle."""
+        if self.size == 1:
+            return value
+        tensors: list[torch.Tensor] = []
+        header: list[Any] = [None, None]
+        if self.index == source:
+            header[0] = _flatten(value, tensors)
+            header[1] = [(t.shape, t.dtype) for t in tensors]
+        dist.broadcast_object_list(header, self.ranks[source], group=self.pg)
+        if self.index != source:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[1]]
+        for i, tensor in enumerate(tensors):
+            tensors[i] = self.broadcast(method, tensor.contiguous(), source)
+        return value if self.index == source else _unflatten(header[0], tensors)
+
+    def _start(
+        self, method: str, peers: Sequence[int], send: Sequence[torch.Tensor | None], recv: Sequence[torch.Tensor | None]
+    ) -> list[dist.Work]:
+        ops = []
+        for peer in peers:
+            out, into = send[peer], recv[peer]
+            if peer == self.index:
+                continue
+            if out is not None and out.numel():
+                ops.append(self._op(dist.isend, out, peer))
+                self.counters.sent(method, out)
+            if into is not None and into.numel():
+                ops.append(self._op(dist.irecv, into, peer))
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def _op(self, kind: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self.ranks[peer], group=self.pg)
+
+    @staticmethod
+    def _wait(works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        self.tensors.append(obj.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self.tensors[pid]
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(value)
+    return file.getvalue()
+
+
+def _unflatten(data: bytes, tensors: list[torch.Tensor]) -> Any:
+    return _Unpickler(io.BytesIO(data), tensors).load()

@@ -1,0 +1,1 @@
+"""Row partitions and deferred tensors: what is computed where, and when."""

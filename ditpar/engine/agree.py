@@ -1,0 +1,64 @@
+"""What may differ between ranks is agreed on before it can matter: random state, arguments, interrupts, callbacks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ditpar.comm import Group
+from ditpar.errors import RequestError
+
+METHOD = "control"
+
+
+def agree_on_arguments(group: Group, call: Mapping[str, Any]) -> None:
+    """Raises RequestError on every rank when ranks were called with different plain arguments."""
+    plain = {k: v for k, v in call.items() if _is_plain(v)}
+    digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in plain.items()}
+    first = group.broadcast_tree(METHOD, digests)
+    differ = sorted(k for k in first.keys() | digests.keys() if first.get(k) != digests.get(k))
+    if group.max(int(bool(differ))):
+        names = ", ".join(differ) if differ else "on another rank"
+        raise RequestError(f"ranks were called with different arguments: {names}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def agree_on_random_state(group: Group, generator: Any) -> None:
+    """Gives every rank rank 0's state: of the passed generators, or of the default one when there is none.
+
+    Stock code draws alike on every rank from there, so that each caller's generator ends as in a single run.
+    """
+    generators = generator if isinstance(generator, list | tuple) else [] if generator is None else [generator]
+    states = [g.get_state() for g in generators] or [torch.get_rng_state()]
+    states = group.broadcast_tree(METHOD, states)
+    if not generators:
+        torch.set_rng_state(states[0])
+    for g, state in zip(generators, states, strict=True):
+        g.set_state(state)
+
+
+def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[..., Any]:
+    """The caller's step callback; what it returns or edits on rank 0 holds on all ranks."""
+
+    def wrapped(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        given = {k: (v, v._version if isinstance(v, torch.Tensor) else 0) for k, v in tensors.items()}
+        result = callback(pipe, step, timestep, tensors)
+        result = {} if result is None else dict(result)
+        edited = any(
+            k not in given or v is not given[k][0] or (isinstance(v, torch.Tensor) and v._version != given[k][1])
+            for k, v in [*result.items(), *tensors.items()]
+        )
+        if group.max(int(edited)):
+            device = next((v.device for v, _ in given.values() if isinstance(v, torch.Tensor)), None)
+            result = group.broadcast_tree(METHOD, {**tensors, **result}, device=device)
+        return result
+
+    return wrapped

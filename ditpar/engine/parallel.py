@@ -1,0 +1,170 @@
+"""parallelize(): a plan bound to a pipeline instance, which stays the same object and can be given back."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ditpar.dataflow.deferred import resolve
+from ditpar.engine.agree import agree_on_arguments, agree_on_random_state, agreed_callback
+from ditpar.engine.bind import Binding
+from ditpar.engine.components import share_components
+from ditpar.engine.undo import Changes
+from ditpar.errors import ModelError, RequestError
+from ditpar.family import Family, family_of
+from ditpar.mesh import Mesh, build_mesh
+from ditpar.methods.guidance import Branches
+from ditpar.plan import Plan, auto
+
+_TRANSFORMERS = ("transformer", "transformer_2")
+
+
+class Engine:
+    """A plan bound to one pipeline instance.
+
+    Attributes:
+        plan, family, mesh: what was bound.
+        branches: counts of deferred guidance calls of the last request, when it had any.
+    """
+
+    def __init__(self, pipe: Any, plan: Plan, family: Family, stock: type) -> None:
+        self.plan, self.family, self.stock = plan, family, stock
+        self.mesh: Mesh = build_mesh(plan, _device(pipe))
+        self.bindings = {name: Binding(name, family, self.mesh) for name in transformer_names(pipe)}
+        self.branches = Branches(self.mesh.cfg) if plan.cfg > 1 else None
+        self.busy = threading.Lock()
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.world.index
+
+    def request(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One pipeline call: checked, agreed on, run by stock code on bound instances, and unbound again."""
+        if not self.busy.acquire(blocking=False):
+            raise RequestError("this pipeline is already serving a request; ditpar.load() serves several threads in turn")
+        changes = Changes()
+        try:
+            bound = inspect.signature(self.stock.__call__).bind(pipe, *args, **kwargs)
+            bound.apply_defaults()
+            call = dict(bound.arguments)
+            self_name = next(iter(call))
+            del call[self_name]
+            self._check(pipe, call)
+            world = self.mesh.world
+            if world.size > 1:
+                agree_on_arguments(world, call)
+                agree_on_random_state(world, call.get("generator"))
+                if call.get("callback_on_step_end") is not None:
+                    bound.arguments["callback_on_step_end"] = agreed_callback(world, call["callback_on_step_end"])
+            self._apply(changes, pipe)
+            return resolve(self.stock.__call__(*bound.args, **bound.kwargs))  # type: ignore[operator]
+        finally:
+            changes.undo()
+            if self.branches:
+                self.branches.waiting.clear()
+            self.busy.release()
+
+    def _check(self, pipe: Any, call: dict[str, Any]) -> None:
+        for name, binding in self.bindings.items():
+            transformer = getattr(pipe, name)
+            self.plan.validate(self.family, transformer.config, call, self.mesh.world.size)
+            binding.check(transformer)
+
+    def _apply(self, changes: Changes, pipe: Any) -> None:
+        branches = self.branches if self.family.cfg.style == "separate" else None
+        for name, binding in self.bindings.items():
+            binding.apply(changes, getattr(pipe, name), branches)
+        share_components(changes, pipe.components, set(self.bindings), self.mesh.world)
+
+
+def _private_class(stock: type) -> type:
+    """The pipeline's class with a request slot around `__call__`; passes for the stock class by name."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._ditpar.request(self, args, kwargs)
+
+    __call__.__doc__ = stock.__call__.__doc__
+    __call__.__signature__ = inspect.signature(stock.__call__)  # type: ignore[attr-defined]
+
+    def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bar = stock.progress_bar(self, *args, **kwargs)  # type: ignore[attr-defined]
+        if self._ditpar.rank > 0:
+            bar.disable = True
+        return bar
+
+    body: dict[str, Any] = {"__call__": __call__, "progress_bar": progress_bar}
+    if hasattr(stock, "interrupt"):
+
+        def interrupt(self: Any) -> bool:
+            """Whether to stop; the loop reads it once a step, and any rank's wish holds for all."""
+            wish = bool(stock.interrupt.fget(self))  # type: ignore[attr-defined]
+            engine: Engine = self._ditpar
+            if not engine.busy.locked() or engine.mesh.world.size == 1:
+                return wish
+            if engine.mesh.world.max(int(wish)):
+                self._interrupt = True
+            return bool(self._interrupt)
+
+        body["interrupt"] = property(interrupt)
+    body.update(__module__=stock.__module__, __qualname__=stock.__qualname__, __doc__=stock.__doc__)
+    return type(stock.__name__, (stock,), body)
+
+
+def parallelize(pipe: Any, plan: Plan | str = "auto") -> Any:
+    """Binds a plan to a diffusers pipeline. Returns the same object.
+
+    Works inside any process group: every rank calls it, then calls the pipeline with the same arguments. Only this
+    instance changes, and `restore` changes it back. Calling it again binds another plan.
+
+    Args:
+        pipe: a diffusers pipeline whose transformer has a family record.
+        plan: a Plan, its text form (`cfg=2,ulysses=2`), or `auto`.
+
+    Raises:
+        ModelError: no family record for the transformer's class.
+        PlanError: the plan cannot be right for this model or number of ranks; says what would work.
+    """
+    restore(pipe)
+    names = transformer_names(pipe)
+    families = {family_of(type(_unwrapped(getattr(pipe, name))).__name__).name: name for name in names}
+    if len(families) != 1:
+        raise ModelError(f"{type(pipe).__name__} has no transformer, or transformers of different families: {families}")
+    family = family_of(type(_unwrapped(getattr(pipe, names[0]))).__name__)
+    config = getattr(pipe, names[0]).config
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    chosen = auto(family, config, None, world) if plan == "auto" else Plan.parse(plan)
+    chosen.validate(family, config, None, world)
+    stock = type(pipe)
+    engine = Engine(pipe, chosen, family, stock)
+    for name, binding in engine.bindings.items():
+        binding.check(getattr(pipe, name))
+    vars(pipe)["_ditpar"] = engine
+    pipe.__class__ = _private_class(stock)
+    return pipe
+
+
+def restore(pipe: Any) -> Any:
+    """Undoes `parallelize`: the pipeline has its own class again and nothing of ditpar. Returns the same object."""
+    engine = vars(pipe).pop("_ditpar", None)
+    if engine is not None:
+        pipe.__class__ = engine.stock
+    return pipe
+
+
+def transformer_names(pipe: Any) -> list[str]:
+    """The pipeline's transformers by attribute name."""
+    return [name for name in _TRANSFORMERS if isinstance(getattr(pipe, name, None), nn.Module)]
+
+
+def _unwrapped(module: Any) -> Any:
+    return getattr(module, "_orig_mod", module)
+
+
+def _device(pipe: Any) -> torch.device:
+    device = getattr(pipe, transformer_names(pipe)[0]).device
+    return torch.device("cpu") if device.type == "meta" else device

@@ -1,0 +1,66 @@
+"""Mesh: the ranks laid out along a plan's axes, and the groups that methods talk in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ditpar.comm import Counters, Group
+from ditpar.errors import PlanError
+from ditpar.plan import AXES, Plan
+
+
+@dataclass
+class Mesh:
+    """This rank's groups under a plan.
+
+    Attributes:
+        batch: ranks that share out the batch of one transformer call (data, and cfg when both branches are one call).
+        cfg: ranks that run the branches of guidance.
+        ulysses, ring: ranks that share one token sequence.
+        sequence: ring x ulysses, ring outermost.
+        world: all ranks, over a CPU-capable backend (control messages).
+    """
+
+    plan: Plan
+    batch: Group
+    cfg: Group
+    data: Group
+    ulysses: Group
+    ring: Group
+    sequence: Group
+    world: Group
+    counters: Counters = field(default_factory=Counters)
+
+
+def build_mesh(plan: Plan, device: torch.device) -> Mesh:
+    """Lays out the default process group's ranks. Raises PlanError when their number is not the plan's.
+
+    Collective: every rank must call it, with the same plan.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != plan.world:
+        raise PlanError(f"plan: {plan} needs {plan.world} ranks but the process group has {world}")
+    counters = Counters()
+    alone = Group([dist.get_rank() if dist.is_initialized() else 0], 0, None, counters)
+    if world == 1:
+        return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, counters)
+    degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
+    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+    def group(*axes: str) -> Group:
+        named = tuple(axis for axis in AXES if axis in axes and axis in degrees)
+        if not named:
+            return alone
+        part = mesh[named] if len(named) == 1 else mesh[named]._flatten("_".join(named))
+        return Group(part.mesh.tolist(), part.get_local_rank(), part.get_group(), counters)
+
+    control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    everyone = Group(range(world), dist.get_rank(), control, counters)
+    sequence, batch = group("ring", "ulysses"), group("data", "cfg")
+    return Mesh(
+        plan, batch, group("cfg"), group("data"), group("ulysses"), group("ring"), sequence, everyone, counters
+    )
