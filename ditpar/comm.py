@@ -1,7 +1,7 @@
-"""Group: the only place that calls torch.distributed, with bytes and messages counted per method.
+"""Group: the only place where ranks exchange tensors, with bytes and messages counted per method.
 
-Point-to-point calls go out as one batch (`batch_isend_irecv`), which NCCL runs as a group call and gloo as plain
-sends; both sides issue them in the same order, from one thread.
+Point-to-point calls go out as one batch (`batch_isend_irecv`), which NCCL runs as a group call; both sides issue them
+in the same order, from one thread. CPU ranks of one host use shared memory for them instead of gloo's loopback TCP.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from ditpar.shared import Channel
 
 
 @dataclass
@@ -36,19 +38,43 @@ class Counters(defaultdict[str, Count]):
         self[method].messages += times
 
 
+class Work(Protocol):
+    """Something to wait for."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass
+class _Arrival:
+    channel: Channel
+    into: torch.Tensor
+
+    def wait(self) -> None:
+        self.channel.recv(self.into)
+
+
 class Group:
     """The ranks along one mesh axis (or several, flattened) and what they exchange.
 
     Attributes:
         ranks: global ranks, in the axis' order.
         index: this rank's position among them.
+        channels: shared-memory channels by global rank; None sends through the process group.
     """
 
-    def __init__(self, ranks: Sequence[int], index: int, pg: dist.ProcessGroup | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        index: int,
+        pg: dist.ProcessGroup | None,
+        counters: Counters,
+        channels: Mapping[int, Channel] | None = None,
+    ) -> None:
         self.ranks = list(ranks)
         self.index = index
         self.pg = pg
         self.counters = counters
+        self.channels = channels
 
     @property
     def size(self) -> int:
@@ -59,14 +85,14 @@ class Group:
 
         Tensors must be contiguous. The own position is ignored.
         """
-        self._wait(self._start(method, range(self.size), send, recv))
+        peers = [peer for peer in range(self.size) if peer != self.index]
+        for work in self._start(method, [(p, send[p]) for p in peers], [(p, recv[p]) for p in peers]):
+            work.wait()
 
-    def shift(self, method: str, send: torch.Tensor, recv: torch.Tensor) -> list[dist.Work]:
+    def shift(self, method: str, send: torch.Tensor, recv: torch.Tensor) -> list[Work]:
         """Starts one ring step: `send` goes to the next rank, `recv` is filled by the previous. Returns what to wait for."""
         after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
-        ops = [self._op(dist.isend, send, after), self._op(dist.irecv, recv, before)]
-        self.counters.sent(method, send)
-        return dist.batch_isend_irecv(ops)
+        return self._start(method, [(after, send)], [(before, recv)])
 
     def all_gather(self, method: str, mine: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
         """Concatenates every rank's part along `dim`; part i has `sizes[i]` there and may be empty."""
@@ -112,27 +138,22 @@ class Group:
         return value if self.index == source else _unflatten(header[0], tensors)
 
     def _start(
-        self, method: str, peers: Sequence[int], send: Sequence[torch.Tensor | None], recv: Sequence[torch.Tensor | None]
-    ) -> list[dist.Work]:
-        ops = []
-        for peer in peers:
-            out, into = send[peer], recv[peer]
-            if peer == self.index:
-                continue
-            if out is not None and out.numel():
-                ops.append(self._op(dist.isend, out, peer))
-                self.counters.sent(method, out)
-            if into is not None and into.numel():
-                ops.append(self._op(dist.irecv, into, peer))
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def _op(self, kind: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self.ranks[peer], group=self.pg)
-
-    @staticmethod
-    def _wait(works: Sequence[dist.Work]) -> None:
-        for work in works:
-            work.wait()
+        self,
+        method: str,
+        send: Sequence[tuple[int, torch.Tensor | None]],
+        recv: Sequence[tuple[int, torch.Tensor | None]],
+    ) -> list[Work]:
+        out = [(self.ranks[peer], tensor) for peer, tensor in send if tensor is not None and tensor.numel()]
+        into = [(self.ranks[peer], tensor) for peer, tensor in recv if tensor is not None and tensor.numel()]
+        for _, tensor in out:
+            self.counters.sent(method, tensor)
+        if self.channels is not None:
+            for peer, tensor in out:
+                self.channels[peer].send(tensor)
+            return [_Arrival(self.channels[peer], tensor) for peer, tensor in into]
+        ops = [dist.P2POp(dist.isend, tensor, peer, group=self.pg) for peer, tensor in out]
+        ops += [dist.P2POp(dist.irecv, tensor, peer, group=self.pg) for peer, tensor in into]
+        return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 class _Pickler(pickle.Pickler):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ditpar.comm import Counters, Group
 from ditpar.errors import PlanError
 from ditpar.plan import AXES, Plan
+from ditpar.shared import Channel, connect
+
+TIMEOUT_S = 600.0
+"""Seconds without a message from a peer after which a wait in shared memory fails."""
 
 
 @dataclass
@@ -36,6 +44,11 @@ class Mesh:
     counters: Counters = field(default_factory=Counters)
 
 
+_laid_out: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh | dist.ProcessGroup]]
+_laid_out = weakref.WeakKeyDictionary()
+"""Groups made in a process group, by layout: making them again at each `parallelize` would leak them."""
+
+
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """Lays out the default process group's ranks. Raises PlanError when their number is not the plan's.
 
@@ -49,18 +62,43 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if world == 1:
         return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
-    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    made = _laid_out.setdefault(dist.group.WORLD, {})
+
+    def once(key: object, make: Callable[[], Any]) -> Any:
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    layout = (device.type, *degrees.items())
+    mesh = once(layout, lambda: init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
+
+    channels = once("channels", lambda: _channels(world)) if device.type == "cpu" else None
 
     def group(*axes: str) -> Group:
         named = tuple(axis for axis in AXES if axis in axes and axis in degrees)
         if not named:
             return alone
-        part = mesh[named] if len(named) == 1 else mesh[named]._flatten("_".join(named))
-        return Group(part.mesh.tolist(), part.get_local_rank(), part.get_group(), counters)
+        flat = len(named) == 1
+        part = once((layout, named), lambda: mesh[named] if flat else mesh[named]._flatten("_".join(named)))
+        return Group(part.mesh.tolist(), part.get_local_rank(), part.get_group(), counters, channels)
 
-    control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    control = None if dist.get_backend() == "gloo" else once("control", lambda: dist.new_group(backend="gloo"))
     everyone = Group(range(world), dist.get_rank(), control, counters)
     sequence, batch = group("ring", "ulysses"), group("data", "cfg")
     return Mesh(
         plan, batch, group("cfg"), group("data"), group("ulysses"), group("ring"), sequence, everyone, counters
     )
+
+
+def _channels(world: int) -> dict[int, Channel] | None:
+    """Shared memory between all ranks, when gloo would carry the messages and all are on this host."""
+    wanted = dist.get_backend() == "gloo" and os.environ.get("DITPAR_TRANSPORT", "shared") == "shared"
+
+    def all_gather(value: object) -> list[Any]:
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, value)
+        return found
+
+    if not all(all_gather(wanted)):
+        return None
+    return connect(dist.get_rank(), world, all_gather, TIMEOUT_S)

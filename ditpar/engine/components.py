@@ -15,8 +15,32 @@ METHOD = "components"
 _METHODS = ("encode", "decode")
 
 
-def share_components(changes: Changes, components: dict[str, Any], transformers: set[str], group: Group) -> None:
-    """Leads the calls of all modules but the transformers through rank 0 of `group`.
+def once_modules(components: dict[str, Any], transformers: set[str]) -> dict[str, nn.Module]:
+    """The modules that run on one rank: all but the transformers."""
+    return {n: m for n, m in components.items() if isinstance(m, nn.Module) and n not in transformers}
+
+
+def drop_weights(modules: dict[str, nn.Module], group: Group) -> None:
+    """Frees the modules' memory on all ranks but the first: their parameters and buffers become shapes (meta)."""
+    if group.index > 0:
+        for module in modules.values():
+            module.to("meta")
+
+
+def fetch_weights(modules: dict[str, nn.Module], group: Group, device: torch.device) -> None:
+    """Undoes `drop_weights`: every rank gets rank 0's weights and buffers. Collective."""
+    for module in modules.values():
+        if group.index > 0:
+            module.to_empty(device=device)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            value = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+            group.broadcast(METHOD, value)
+            if group.index > 0:
+                tensor.detach().copy_(value)
+
+
+def share_components(changes: Changes, modules: dict[str, nn.Module], group: Group) -> None:
+    """Leads the modules' calls through rank 0 of `group`.
 
     Raises on every rank what rank 0 raises.
     """
@@ -39,9 +63,7 @@ def share_components(changes: Changes, components: dict[str, Any], transformers:
 
         return wrapped
 
-    for name, module in components.items():
-        if not isinstance(module, nn.Module) or name in transformers:
-            continue
+    for module in modules.values():
 
         def device(module: nn.Module = module) -> torch.device:
             found = next((p.device for p in module.parameters()), torch.device("cpu"))

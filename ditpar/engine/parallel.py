@@ -6,6 +6,7 @@ import inspect
 import threading
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from ditpar.dataflow.deferred import resolve
 from ditpar.engine.agree import agree_on_arguments, agree_on_random_state, agreed_callback
 from ditpar.engine.bind import Binding
-from ditpar.engine.components import share_components
+from ditpar.engine.components import drop_weights, fetch_weights, once_modules, share_components
 from ditpar.engine.undo import Changes
 from ditpar.errors import ModelError, RequestError
 from ditpar.family import Family, family_of
@@ -72,14 +73,19 @@ class Engine:
     def _check(self, pipe: Any, call: dict[str, Any]) -> None:
         for name, binding in self.bindings.items():
             transformer = getattr(pipe, name)
-            self.plan.validate(self.family, transformer.config, call, self.mesh.world.size)
+            free = _free_bytes(transformer.device, self.mesh.world.size)
+            self.plan.validate(self.family, transformer.config, call, self.mesh.world.size, free)
             binding.check(transformer)
 
     def _apply(self, changes: Changes, pipe: Any) -> None:
         branches = self.branches if self.family.cfg.style == "separate" else None
         for name, binding in self.bindings.items():
             binding.apply(changes, getattr(pipe, name), branches)
-        share_components(changes, pipe.components, set(self.bindings), self.mesh.world)
+        share_components(changes, self.once(pipe), self.mesh.world)
+
+    def once(self, pipe: Any) -> dict[str, nn.Module]:
+        """The modules that run on rank 0 alone."""
+        return once_modules(pipe.components, set(self.bindings))
 
 
 def _private_class(stock: type) -> type:
@@ -97,7 +103,11 @@ def _private_class(stock: type) -> type:
             bar.disable = True
         return bar
 
-    body: dict[str, Any] = {"__call__": __call__, "progress_bar": progress_bar}
+    def device(self: Any) -> torch.device:
+        """Where the transformer is: other modules may be mere shapes on this rank."""
+        return _device(self)
+
+    body: dict[str, Any] = {"__call__": __call__, "progress_bar": progress_bar, "device": property(device)}
     if hasattr(stock, "interrupt"):
 
         def interrupt(self: Any) -> bool:
@@ -143,16 +153,23 @@ def parallelize(pipe: Any, plan: Plan | str = "auto") -> Any:
     engine = Engine(pipe, chosen, family, stock)
     for name, binding in engine.bindings.items():
         binding.check(getattr(pipe, name))
+    if chosen.components == "rank0":
+        drop_weights(engine.once(pipe), engine.mesh.world)
     vars(pipe)["_ditpar"] = engine
     pipe.__class__ = _private_class(stock)
     return pipe
 
 
 def restore(pipe: Any) -> Any:
-    """Undoes `parallelize`: the pipeline has its own class again and nothing of ditpar. Returns the same object."""
+    """Undoes `parallelize`: the pipeline has its own class again and nothing of ditpar. Returns the same object.
+
+    Under `components=rank0` it fetches the dropped weights from rank 0, so every rank must call it.
+    """
     engine = vars(pipe).pop("_ditpar", None)
     if engine is not None:
         pipe.__class__ = engine.stock
+        if engine.plan.components == "rank0":
+            fetch_weights(engine.once(pipe), engine.mesh.world, _device(pipe))
     return pipe
 
 
@@ -168,3 +185,10 @@ def _unwrapped(module: Any) -> Any:
 def _device(pipe: Any) -> torch.device:
     device = getattr(pipe, transformer_names(pipe)[0]).device
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def _free_bytes(device: torch.device, ranks: int) -> int:
+    """Bytes that this rank may still take on its device; a CPU's memory is shared by the ranks of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // ranks

@@ -61,7 +61,8 @@ class Sequence:
             if not self.image:
                 self._begin(kwargs["hidden_states"].shape[1])
                 for name, rows in self.family.streams.items():
-                    kwargs[name] = self.cut(kwargs[name], 1, rows).contiguous()
+                    # A copy with strides of its own, so that compiled blocks see what they see from each other.
+                    kwargs[name] = self.cut(kwargs[name], 1, rows).clone(memory_format=torch.contiguous_format)
             for extra in extras:
                 value = kwargs.get(str(extra.item))
                 if value is not None:
