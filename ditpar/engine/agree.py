@@ -36,11 +36,12 @@ def agree_on_random_state(group: Group, generator: Any) -> None:
 
     Stock code draws alike on every rank from there, so that each caller's generator ends as in a single run.
     """
-    generators = generator if isinstance(generator, list | tuple) else [] if generator is None else [generator]
-    states = [g.get_state() for g in generators] or [torch.get_rng_state()]
-    states = group.broadcast_tree(METHOD, states)
+    generators = generator if isinstance(generator, list | tuple) else [generator] if generator is not None else []
     if not generators:
-        torch.set_rng_state(states[0])
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    states = group.broadcast_tree(METHOD, [g.get_state() for g in generators])
     for g, state in zip(generators, states, strict=True):
         g.set_state(state)
 

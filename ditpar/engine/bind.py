@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import nn
 
 from ditpar.attention.site import Site, twin
@@ -16,6 +17,9 @@ from ditpar.mesh import Mesh
 from ditpar.methods import batch, guidance
 from ditpar.methods.root import as_stock, innermost
 from ditpar.methods.sequence import Sequence
+
+
+RING_BACKENDS = ("native", "_native_flash", "_native_efficient")
 
 
 class Binding:
@@ -58,6 +62,20 @@ class Binding:
                         f"{name}.{path} has attention processor {kind}; ring and ulysses know "
                         f"{', '.join(self.family.processors)}; use cfg or data"
                     )
+                if plan.ring > 1:
+                    self._check_backend(f"{name}.{path}", site.processor)
+
+    @staticmethod
+    def _check_backend(where: str, processor: Any) -> None:
+        if not hasattr(processor, "_attention_backend"):
+            return
+        chosen = processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
+        backend = str(getattr(chosen, "value", chosen))
+        if backend not in RING_BACKENDS:
+            raise PlanError(
+                f"{where} has attention backend {backend}; ring needs a log-sum-exp and so computes with torch's own "
+                f"({', '.join(RING_BACKENDS)}); use ulysses, or set_attention_backend('native')"
+            )
 
     def apply(self, changes: Changes, transformer: nn.Module, branches: guidance.Branches | None) -> None:
         """Installs the methods on the instance. `branches` when this request's guidance makes separate calls."""
@@ -90,8 +108,7 @@ class Binding:
             known = self._twins.get(path)
             if known is None or known[0] is not stock:
                 known = self._twins[path] = (stock, twin(stock, Site(sequence, rows, self.token)))
-            elif vars(stock).keys() <= vars(known[1]).keys():
-                # The user may have chosen a backend since: the twin follows its original.
+            else:  # the twin follows its original: a backend may have been chosen since
                 vars(known[1]).update(vars(stock) | {"_parallel_config": known[1]._parallel_config})
             changes.set(module, "processor", known[1])
 

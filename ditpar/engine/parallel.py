@@ -60,8 +60,12 @@ class Engine:
             if world.size > 1:
                 agree_on_arguments(world, call)
                 agree_on_random_state(world, call.get("generator"))
-                if call.get("callback_on_step_end") is not None:
-                    bound.arguments["callback_on_step_end"] = agreed_callback(world, call["callback_on_step_end"])
+                callback = call.get("callback_on_step_end")
+                if callback is not None:
+                    # Stock code asks a PipelineCallback object for its tensors, and so must we, since we wrap it.
+                    if hasattr(callback, "tensor_inputs"):
+                        bound.arguments["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
+                    bound.arguments["callback_on_step_end"] = agreed_callback(world, callback)
             self._apply(changes, pipe)
             return resolve(self.stock.__call__(*bound.args, **bound.kwargs))  # type: ignore[operator]
         finally:
@@ -107,7 +111,16 @@ def _private_class(stock: type) -> type:
         """Where the transformer is: other modules may be mere shapes on this rank."""
         return _device(self)
 
-    body: dict[str, Any] = {"__call__": __call__, "progress_bar": progress_bar, "device": property(device)}
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copies and pickles are stock pipelines: a plan is bound to one instance in one process group."""
+        return _blank, (stock,), {k: v for k, v in vars(self).items() if k != "_ditpar"}
+
+    body: dict[str, Any] = {
+        "__call__": __call__,
+        "__reduce_ex__": __reduce_ex__,
+        "progress_bar": progress_bar,
+        "device": property(device),
+    }
     if hasattr(stock, "interrupt"):
 
         def interrupt(self: Any) -> bool:
@@ -171,6 +184,10 @@ def restore(pipe: Any) -> Any:
         if engine.plan.components == "rank0":
             fetch_weights(engine.once(pipe), engine.mesh.world, _device(pipe))
     return pipe
+
+
+def _blank(stock: type) -> Any:
+    return stock.__new__(stock)
 
 
 def transformer_names(pipe: Any) -> list[str]:
