@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ditpar.errors import RequestError
+from ditpar.errors import ModelError, RequestError
 from ditpar.family import Family
 
 TEXT_WIDTHS = ("joint_attention_dim", "caption_channels", "text_dim")
@@ -44,9 +44,11 @@ def inputs(
         text_tokens: length of the prompt embeddings, or (prompt, negative prompt).
         extra: further arguments, which win.
 
-    Raises RequestError when masks are asked of a pipeline that takes none.
+    Raises RequestError when masks are asked of a pipeline that takes none, ModelError when it has no such guidance.
     """
     parameters = inspect.signature(type(pipe).__call__).parameters
+    if family.cfg.scale not in parameters:
+        raise ModelError(f"{family.name}: {type(pipe).__name__} has no argument {family.cfg.scale} (the record's cfg)")
     config = (pipe.transformer or pipe.transformer_2).config
     dtype = (pipe.transformer or pipe.transformer_2).dtype
     random = torch.Generator().manual_seed(seed + 1000)

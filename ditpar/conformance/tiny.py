@@ -30,7 +30,7 @@ SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
     ),
 }
-"""The scheduler that a family's checkpoints ship, by family name; flow-matching Euler for the others."""
+"""The scheduler that a family's checkpoints ship, by family name; for others the one in the pipeline's signature."""
 
 
 def build(
@@ -66,7 +66,7 @@ def build(
     if options.get("boundary_ratio") is not None:
         components["transformer_2"] = _model(family.transformer, config, seed + 1)
     components["vae"] = _vae(parameters["vae"].annotation.__name__, name, seed + 2)
-    scheduler, settings = SCHEDULERS.get(family.name, _FLOW)
+    scheduler, settings = SCHEDULERS.get(family.name) or _scheduler(parameters["scheduler"].annotation)
     components["scheduler"] = _diffusers(scheduler)(**settings)
     for component in components.values():
         if isinstance(component, torch.nn.Module):
@@ -81,6 +81,12 @@ def _diffusers(name: str) -> Any:
         return getattr(diffusers, name)
     except AttributeError:
         raise ModelError(f"diffusers {diffusers.__version__} has no class {name}") from None
+
+
+def _scheduler(annotation: Any) -> tuple[str, Mapping[str, Any]]:
+    """The named class; DPM-Solver where any of the Karras family would do, or none is named."""
+    named = inspect.isclass(annotation) and issubclass(annotation, diffusers.SchedulerMixin)
+    return (annotation.__name__ if named else "DPMSolverMultistepScheduler"), {}
 
 
 def _model(name: str, config: Mapping[str, Any], seed: int) -> torch.nn.Module:

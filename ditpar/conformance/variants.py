@@ -21,12 +21,14 @@ class Variant:
         pipeline: pipeline class; None takes the family's first.
         config: overrides for `tiny.build`.
         call: options for `tiny.inputs`.
+        several: the option that makes three images in one call.
     """
 
     name: str
     pipeline: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
+    several: Mapping[str, Any] = field(default_factory=lambda: {"batch": 3})
 
     def build(self, family: Family, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
         """The stock tiny pipeline."""
@@ -66,7 +68,13 @@ VARIANTS: Mapping[str, tuple[Variant, ...]] = {
         Variant("plain", call={"text_tokens": (7, 5)}),
         Variant("masked", call={"masked": True, "text_tokens": (9, 6)}),
         Variant("reference", "QwenImageEditPipeline"),
-        Variant("two modulations", "QwenImageEditPlusPipeline", {"zero_cond_t": True}),
+        # The plus pipeline takes one prompt a call.
+        Variant(
+            "two modulations",
+            "QwenImageEditPlusPipeline",
+            {"zero_cond_t": True},
+            several={"num_images_per_prompt": 3},
+        ),
     ),
     "wan": (
         Variant("plain", call={"text_tokens": (7, 5)}),
