@@ -88,6 +88,7 @@ LIES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("batch", "pixart", "size conditions", _moved("pixart", "added_cond_kwargs")),
     ("batch", "qwenimage", "plain", _moved("qwenimage", "encoder_hidden_states")),
     ("batch", "wan", "token times", _moved("wan", "timestep")),
+    ("batch", "wan", "image embeddings", _moved("wan", "encoder_hidden_states_image")),
     ("cfg", "flux", "plain", {"cfg": Guidance("batched", "true_cfg_scale", needs_negative=True)}),
     ("cfg", "flux", "plain", {"cfg": Guidance("separate", "true_cfg_scale")}),
     ("cfg", "flux", "plain", {"cfg": Guidance("separate", "guidance_scale", needs_negative=True)}),

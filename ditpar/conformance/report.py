@@ -72,5 +72,5 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
         lines += [f"FALSE  {r.claim} ({r.variant}): {r.detail}" for r in self.false]
-        verdict = "every claim is proved" if self.ok else f"{len(self.false)} claims are false"
+        verdict = "every claim is proved" if self.ok else f"not proved: {len(self.false)} false"
         return "\n".join([f"{self.family} ({self.transformer})", *lines, verdict])

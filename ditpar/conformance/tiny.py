@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 from ditpar.conformance.inputs import inputs
 from ditpar.conformance.weights import randomise
@@ -17,6 +18,8 @@ from ditpar.family import Family
 __all__ = ["build", "inputs"]
 
 LATENT_CHANNELS = 4
+IMAGE_SIDE = 32
+"""Pixels a side that the image encoder sees."""
 
 _FLOW = ("FlowMatchEulerDiscreteScheduler", {"use_dynamic_shifting": True})
 SCHEDULERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -66,6 +69,11 @@ def build(
     if options.get("boundary_ratio") is not None:
         components["transformer_2"] = _model(family.transformer, config, seed + 1)
     components["vae"] = _vae(parameters["vae"].annotation.__name__, name, seed + 2)
+    if config.get("image_dim"):
+        components["image_encoder"] = _image_encoder(config["image_dim"], seed + 3)
+        components["image_processor"] = CLIPImageProcessor(
+            size={"shortest_edge": IMAGE_SIDE}, crop_size={"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+        )
     scheduler, settings = SCHEDULERS.get(family.name) or _scheduler(parameters["scheduler"].annotation)
     components["scheduler"] = _diffusers(scheduler)(**settings)
     for component in components.values():
@@ -96,6 +104,22 @@ def _model(name: str, config: Mapping[str, Any], seed: int) -> torch.nn.Module:
         raise ModelError(f"{name} has no config value {', '.join(sorted(unknown))}")
     with torch.random.fork_rng(devices=[]):
         model: torch.nn.Module = cls(**config)
+    randomise(model, seed)
+    return model.eval().requires_grad_(False)
+
+
+def _image_encoder(width: int, seed: int) -> torch.nn.Module:
+    """A CLIP vision model whose hidden states are 5 tokens of the given width."""
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIDE,
+        patch_size=IMAGE_SIDE // 2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = CLIPVisionModel(config)
     randomise(model, seed)
     return model.eval().requires_grad_(False)
 

@@ -81,6 +81,13 @@ VARIANTS: Mapping[str, tuple[Variant, ...]] = {
         Variant("two transformers", config={"boundary_ratio": 0.9}, call={"steps": 3}),
         Variant("token times", "WanImageToVideoPipeline", {"expand_timesteps": True}),
         Variant("start image", "WanImageToVideoPipeline"),
+        # Wan 2.1's image-to-video model reads image embeddings before exactly 512 text tokens.
+        Variant(
+            "image embeddings",
+            "WanImageToVideoPipeline",
+            {"image_dim": 12, "added_kv_proj_dim": 64},
+            {"text_tokens": 512},
+        ),
     ),
 }
 """By family name; the first of each is the plain one."""
