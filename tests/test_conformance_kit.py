@@ -217,15 +217,21 @@ def test_an_unknown_name_points_to_the_guide() -> None:
         conform("NoSuchModel")
 
 
+def test_an_unknown_variant_names_the_known_ones() -> None:
+    with pytest.raises(ModelError, match="no variant wings; its variants are plain, dual attention"):
+        conform("sd3", "wings")
+
+
 def test_the_command_prints_a_table() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ditpar.conformance", "pixart"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "ditpar.conformance", "pixart", "--variant", "masked"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "slices" in done.stdout and "every claim is proved" in done.stdout
-    unknown = subprocess.run(
-        [sys.executable, "-m", "ditpar.conformance", "NoSuch"], capture_output=True, text=True, timeout=120
-    )
+    unknown = subprocess.run([*command, "NoSuch"], capture_output=True, text=True, timeout=120)
     assert unknown.returncode == 3 and "adding-a-family" in unknown.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -30,7 +31,8 @@ class Engine:
 
     Attributes:
         plan, family, mesh: what was bound.
-        branches: counts of deferred guidance calls of the last request, when it had any.
+        branches: counts of deferred guidance calls, under a plan with cfg.
+        on_step: called after each denoising step, on every rank, by whoever watches over them.
     """
 
     def __init__(self, pipe: Any, plan: Plan, family: Family, stock: type) -> None:
@@ -39,6 +41,7 @@ class Engine:
         self.bindings = {name: Binding(name, family, self.mesh) for name in transformer_names(pipe)}
         self.branches = Branches(self.mesh.cfg) if plan.cfg > 1 else None
         self.busy = threading.Lock()
+        self.on_step: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -103,8 +106,17 @@ def _private_class(stock: type) -> type:
 
     def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
         bar = stock.progress_bar(self, *args, **kwargs)  # type: ignore[attr-defined]
-        if self._ditpar.rank > 0:
+        engine: Engine = self._ditpar
+        if engine.rank > 0:
             bar.disable = True
+        if engine.on_step is not None:
+            update, on_step = bar.update, engine.on_step
+
+            def stepped(*args: Any, **kwargs: Any) -> Any:
+                on_step()
+                return update(*args, **kwargs)
+
+            bar.update = stepped
         return bar
 
     def device(self: Any) -> torch.device:
