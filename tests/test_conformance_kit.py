@@ -223,12 +223,8 @@ def test_an_unknown_variant_names_the_known_ones() -> None:
 
 
 def test_the_command_prints_a_table() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ditpar.conformance", "pixart", "--variant", "masked"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "ditpar.conformance"]
+    done = subprocess.run([*command, "pixart", "--variant", "masked"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "slices" in done.stdout and "every claim is proved" in done.stdout
     unknown = subprocess.run([*command, "NoSuch"], capture_output=True, text=True, timeout=120)

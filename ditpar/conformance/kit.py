@@ -9,6 +9,7 @@ from ditpar.conformance import claims_attention, claims_calls, claims_rows, clai
 from ditpar.conformance.report import FalseClaim, NoClaim, Report, Result, Status
 from ditpar.conformance.subject import Subject
 from ditpar.conformance.variants import variants
+from ditpar.errors import ModelError
 from ditpar.family import Family, families, family_of
 
 
@@ -76,11 +77,14 @@ def conform(name: str | Family, variant: str | None = None) -> Report:
         name: family name, transformer class name, or a record.
         variant: only the variant of this name.
 
-    Raises ModelError when there is no such record, or when a tiny model of it cannot be built.
+    Raises ModelError when there is no such record or variant, or when a tiny model of it cannot be built.
     """
     family = name if isinstance(name, Family) else families().get(name) or family_of(name)
+    chosen = [each for each in variants(family) if variant in (None, each.name)]
+    if not chosen:
+        known = ", ".join(each.name for each in variants(family))
+        raise ModelError(f"{family.name} has no variant {variant}; its variants are {known}")
     results: list[Result] = []
-    for each in variants(family):
-        if variant is None or each.name == variant:
-            results += prove(Subject.of(family, each))
+    for each in chosen:
+        results += prove(Subject.of(family, each))
     return Report(family.name, family.transformer, tuple(results))
