@@ -110,7 +110,7 @@ class Family:
         """Images that a pipeline call with these arguments makes."""
         prompts: Any = call.get("prompt") if call.get("prompt") is not None else call.get("prompt_embeds")
         each = call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1
-        count = 1 if prompts is None or isinstance(prompts, str) else len(prompts)
+        count = len(prompts) if not isinstance(prompts, str) and hasattr(prompts, "__len__") else 1
         return count * int(each)
 
     def exchange_bytes(

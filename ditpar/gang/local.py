@@ -102,6 +102,8 @@ class LocalGang:
         ranks disagree, one dies or is stopped, or none gives a sign of life for too long. KeyboardInterrupt ends it too.
         """
         if not self.alive:
+            if not isinstance(command, Setup):
+                raise GangError("the gang has ended; set it up again first")
             self.start()
         self._interrupt.clear()
         for member in self._members:

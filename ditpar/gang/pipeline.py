@@ -97,8 +97,8 @@ class RemotePipeline:
         else:
             result = callbacks[name](self, step, timestep, tensors) or {}
         after = {**tensors, **result}
-        edited = {k: v for k, v in after.items() if k not in before or before[k] != (v, _version(v))}
-        return edited, self._wish
+        kept = {k for k, (v, version) in before.items() if after[k] is v and _version(v) == version}
+        return {k: v for k, v in after.items() if k not in kept}, self._wish
 
     # -- everything else that a pipeline can do ------------------------------------------------------------------------
 
@@ -196,9 +196,13 @@ class RemotePipeline:
             return result
 
     def _start(self) -> None:
-        scheduler = self._gang.run(self._setup)
-        for command in self._history:
-            self._gang.run(command)
+        try:
+            scheduler = self._gang.run(self._setup)
+            for command in self._history:
+                self._gang.run(command)
+        except BaseException:
+            self._gang.end()  # ranks that are half set up would serve the next command
+            raise
         if self._scheduler is None:
             object.__setattr__(self, "_scheduler", scheduler)
 
