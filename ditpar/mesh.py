@@ -62,7 +62,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if world == 1:
         return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
-    made = _laid_out.setdefault(dist.group.WORLD, {})
+    made = _laid_out.setdefault(_default_group(), {})
 
     def once(key: object, make: Callable[[], Any]) -> Any:
         if key not in made:
@@ -85,9 +85,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     control = None if dist.get_backend() == "gloo" else once("control", lambda: dist.new_group(backend="gloo"))
     everyone = Group(range(world), dist.get_rank(), control, counters)
     sequence, batch = group("ring", "ulysses"), group("data", "cfg")
-    return Mesh(
-        plan, batch, group("cfg"), group("data"), group("ulysses"), group("ring"), sequence, everyone, counters
-    )
+    return Mesh(plan, batch, group("cfg"), group("data"), group("ulysses"), group("ring"), sequence, everyone, counters)
 
 
 def _channels(world: int) -> dict[int, Channel] | None:
@@ -102,3 +100,9 @@ def _channels(world: int) -> dict[int, Channel] | None:
     if not all(all_gather(wanted)):
         return None
     return connect(dist.get_rank(), world, all_gather, TIMEOUT_S)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -108,7 +108,9 @@ class Plan:
         """
         for axis, what in NOT_BUILT.items():
             if getattr(self, axis) > 1:
-                raise PlanError(f"plan: {axis}={getattr(self, axis)}: {what} is not built yet; {self._instead(family, config)}")
+                raise PlanError(
+                    f"plan: {axis}={getattr(self, axis)}: {what} is not built yet; {self._instead(family, config)}"
+                )
         if world is not None and world != self.world:
             raise PlanError(
                 f"plan: {self} needs {self.world} rank{'s' * (self.world > 1)} but there are {world}; "
@@ -127,7 +129,9 @@ class Plan:
         if call is not None:
             self._validate_call(family, config, call, memory)
 
-    def _validate_call(self, family: Family, config: Mapping[str, Any], call: Mapping[str, Any], memory: int | None) -> None:
+    def _validate_call(
+        self, family: Family, config: Mapping[str, Any], call: Mapping[str, Any], memory: int | None
+    ) -> None:
         if self.cfg > 1 and not family.cfg.active(call):
             raise PlanError(
                 f"plan: cfg=2 needs a request with classifier-free guidance; {family.cfg.advice}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from parity import distance
 from world import Worlds
 

@@ -201,7 +201,9 @@ def lora(plan: str) -> dict[str, float]:
 @pytest.mark.parametrize("plan", ["ulysses=2", "cfg=2"])
 def test_lora_after_parallelize(plan: str, worlds: Worlds) -> None:
     for result in worlds(2).run(lora, plan):
-        assert result["loaded"] <= EXACT and result["moved"] > 1e-3 and result["weight"] > 1e-3 and result["unloaded"] == 1
+        assert (
+            result["loaded"] <= EXACT and result["moved"] > 1e-3 and result["weight"] > 1e-3 and result["unloaded"] == 1
+        )
 
 
 def fused_projections(name: str) -> float:

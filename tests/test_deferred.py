@@ -27,7 +27,13 @@ def value():
 
 def test_views_stay_deferred_and_give_what_plain_views_give(value):
     lazy, calls = deferred(value)
-    views = [lambda t: t[:, :2], lambda t: t[0], lambda t: t.unsqueeze(1), lambda t: t.permute(2, 0, 1), lambda t: t.transpose(1, 2)]
+    views = [
+        lambda t: t[:, :2],
+        lambda t: t[0],
+        lambda t: t.unsqueeze(1),
+        lambda t: t.permute(2, 0, 1),
+        lambda t: t.transpose(1, 2),
+    ]
     results = [view(lazy) for view in views]
     assert not calls
     for view, result in zip(views, results, strict=True):

@@ -103,9 +103,8 @@ def test_ranks_that_all_hang_are_given_up_with_their_stacks() -> None:
 
 
 def test_what_was_changed_is_there_again_after_a_restart(pipe: Any) -> None:
-    from test_conventions import lora_state
-
     import diffusers
+    from test_conventions import lora_state
 
     stock = diffusers.FluxPipeline.from_pretrained(DEFAULT_MODEL, torch_dtype=torch.float32)
     pipe.load_lora_weights(lora_state(stock), adapter_name="a")
@@ -147,7 +146,9 @@ except KeyboardInterrupt:
 def test_nothing_outlives_a_caller_that_is_killed(how: int, tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(CALLER)  # no `if __name__ == "__main__"` in it
-    caller = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path)
+    caller = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+    )
     assert caller.stdout is not None
     pids = [int(p) for p in caller.stdout.readline().split()]
     assert len(pids) == 3 and all(psutil.pid_exists(p) for p in pids)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from parity import distance
+from test_conventions import lora_state
 
 import ditpar
 from ditpar.errors import GangError, ModelError, PlanError, RequestError
 from ditpar.gang.modelfolder import DEFAULT_MODEL, defaults
-from test_conventions import lora_state
 
 PROMPT = "red apple"
 SHORT: dict[str, Any] = {"num_inference_steps": 2}
@@ -67,7 +67,9 @@ def test_return_dict_false_gives_a_tuple(pipe: Any) -> None:
 
 def test_the_models_defaults_fill_in_and_yield_to_what_is_given(pipe: Any) -> None:
     steps: list[int] = []
-    short = pipe(PROMPT, generator=1, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, output_type="latent").images
+    short = pipe(
+        PROMPT, generator=1, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, output_type="latent"
+    ).images
     assert len(steps) == 24
     unguided = pipe(PROMPT, generator=1, output_type="latent", true_cfg_scale=1.5).images
     assert distance(short, unguided) > 1e-3
@@ -93,7 +95,9 @@ def test_generators_advance_as_in_a_single_run(pipe: Any, stock: Any) -> None:
 def test_a_list_of_generators(pipe: Any, stock: Any) -> None:
     two = lambda: [seeded(1), seeded(2)]  # noqa: E731
     got = pipe([PROMPT, "castle"], generator=two(), output_type="latent", negative_prompt=["", ""], **SHORT).images
-    want = stock([PROMPT, "castle"], generator=two(), output_type="latent", **{**DEFAULTS, "negative_prompt": ["", ""]}).images
+    want = stock(
+        [PROMPT, "castle"], generator=two(), output_type="latent", **{**DEFAULTS, "negative_prompt": ["", ""]}
+    ).images
     assert distance(got, want) <= 1e-5
     with pytest.raises(ValueError, match="list of generators"):
         pipe(PROMPT, generator=two(), **SHORT)
@@ -111,7 +115,9 @@ def test_callbacks_run_here_and_may_edit(pipe: Any, stock: Any) -> None:
     results = []
     for each in (pipe, stock):
         seen: list[Any] = []
-        results.append(each(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images)
+        results.append(
+            each(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images
+        )
         assert [s[0] is each for s in seen] == [True, True]
         results.append(torch.tensor([s[2] for s in seen]))
     assert distance(results[0], results[2]) <= 1e-5 and torch.equal(results[1], results[3])
@@ -176,7 +182,9 @@ def test_lora(pipe: Any, stock: Any, tmp_path: Any) -> None:
     before = run(pipe)
     state = lora_state(stock)
     stock.load_lora_weights(state, adapter_name="a")
-    stock.save_lora_weights(tmp_path, transformer_lora_layers={k.removeprefix("transformer."): v for k, v in state.items()})
+    stock.save_lora_weights(
+        tmp_path, transformer_lora_layers={k.removeprefix("transformer."): v for k, v in state.items()}
+    )
     want = run(stock)
     stock.set_adapters("a", 0.5)
     half = run(stock)
@@ -192,7 +200,10 @@ def test_lora(pipe: Any, stock: Any, tmp_path: Any) -> None:
 
 
 def test_a_lora_that_matches_nothing_is_an_error(pipe: Any) -> None:
-    nothing = {"transformer.no_such.to_q.lora_A.weight": torch.zeros(2, 4), "transformer.no_such.to_q.lora_B.weight": torch.zeros(4, 2)}
+    nothing = {
+        "transformer.no_such.to_q.lora_A.weight": torch.zeros(2, 4),
+        "transformer.no_such.to_q.lora_B.weight": torch.zeros(4, 2),
+    }
     with pytest.raises((RequestError, ValueError), match="no layer|Target modules|no_such"):
         pipe.load_lora_weights(nothing, adapter_name="x")
     pipe(PROMPT, generator=1, output_type="latent", **SHORT)

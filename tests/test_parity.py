@@ -96,5 +96,7 @@ def render() -> str:
     for case, cell in TABLE.items():
         moved = min(value for key, value in cell.items() if key not in ("fp32", "bf16", "stock bf16", "restored"))
         ratio = cell["bf16"] / cell["stock bf16"]
-        lines.append(f"| {case.family} | {case.variant} | {case.plan} | {cell['fp32']:.1e} | {ratio:.2f} | {moved:.1e} |")
+        lines.append(
+            f"| {case.family} | {case.variant} | {case.plan} | {cell['fp32']:.1e} | {ratio:.2f} | {moved:.1e} |"
+        )
     return "\n".join(lines) + "\n"

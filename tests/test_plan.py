@@ -13,7 +13,9 @@ GUIDED = {"true_cfg_scale": 3.0, "negative_prompt": "", "prompt": "x"}
 PLAIN = {"true_cfg_scale": 1.0, "negative_prompt": None, "prompt": "x"}
 
 
-@pytest.mark.parametrize("text", ["single", "cfg=2", "cfg=2,ulysses=2", "data=2,ring=3,ulysses=2", "ulysses=2,components=rank0"])
+@pytest.mark.parametrize(
+    "text", ["single", "cfg=2", "cfg=2,ulysses=2", "data=2,ring=3,ulysses=2", "ulysses=2,components=rank0"]
+)
 def test_text_form_round_trips(text):
     assert str(Plan.parse(text)) == text
     assert Plan.parse(str(Plan.parse(text))) == Plan.parse(text)

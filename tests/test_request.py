@@ -9,8 +9,20 @@ from ditpar.request import Request
 
 
 def test_call_names_the_pipelines_arguments_and_defaults_yield():
-    request = Request("cat", negative="dog", width=64, height=32, steps=3, guidance=2.5, true_cfg=3, seed=1, extra={"max_sequence_length": 16})
-    call = request.call({"num_inference_steps": 24, "output_type": "np", "max_sequence_length": 8}, {"output_type": "pil", "eta": 0})
+    request = Request(
+        "cat",
+        negative="dog",
+        width=64,
+        height=32,
+        steps=3,
+        guidance=2.5,
+        true_cfg=3,
+        seed=1,
+        extra={"max_sequence_length": 16},
+    )
+    call = request.call(
+        {"num_inference_steps": 24, "output_type": "np", "max_sequence_length": 8}, {"output_type": "pil", "eta": 0}
+    )
     assert call == {
         "prompt": "cat",
         "negative_prompt": "dog",

@@ -14,7 +14,6 @@ second, also again after a case broke it. Each case gets a fresh default process
 The same file is run as a script for the zygote.
 """
 
-# ruff: noqa: S301  (pickles travel between two processes of this file)
 from __future__ import annotations
 
 import contextlib
@@ -289,7 +288,7 @@ def _serve_rank(number: int, connection: Connection, log: str) -> None:
             return
         try:
             answer = pickle.dumps((True, _case(number, payload, *pickle.loads(case))))
-        except BaseException:  # noqa: BLE001  (whatever it was is the parent's to judge)
+        except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
 

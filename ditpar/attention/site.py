@@ -8,13 +8,13 @@ block is shared by all blocks as in stock. Compiled code sees one opaque op (`di
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import types
 import weakref
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Site:
     """One attention module of one transformer, known by number inside compiled code."""
 
     _numbers = itertools.count()
-    _live: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+    _live: ClassVar[weakref.WeakValueDictionary[int, Site]] = weakref.WeakValueDictionary()
 
     def __init__(self, strategy: Strategy, rows: str, token: Tensor) -> None:
         self.strategy, self.rows, self.token = strategy, rows, token
@@ -90,7 +90,9 @@ def _refuse(**options: Any) -> None:
             raise PlanError(f"attention {name}={value!r} is not supported with ring or ulysses; use cfg or data")
 
 
-def _at_site(site: Site, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: Any) -> Tensor:
+def _at_site(
+    site: Site, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: Any
+) -> Tensor:
     name = None if backend is None else str(getattr(backend, "value", backend))
     if torch.compiler.is_compiling():
         return attend_op(q, k, v, mask, scale, name or "", site.number, site.token)
@@ -115,7 +117,7 @@ def _dispatch_attention_fn(
     return _at_site(parallel_config, query, key, value, attn_mask, scale, backend)
 
 
-_TWIN_SOURCE = '''
+_TWIN_SOURCE = """
 def __call__(self, *args, **kwargs):
     global _site
     _site = self._parallel_config
@@ -125,11 +127,19 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     _refuse(dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
     out = _at_site(_site, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask, scale, "sdpa")
     return out.transpose(1, 2)
-'''
+"""
 
 
-@cache
+_twin_classes: dict[type, type] = {}
+
+
 def _twin_class(cls: type) -> type:
+    if cls not in _twin_classes:
+        _twin_classes[cls] = _make_twin_class(cls)
+    return _twin_classes[cls]
+
+
+def _make_twin_class(cls: type) -> type:
     stock = cls.__call__
     if not isinstance(stock, types.FunctionType) or stock.__closure__:
         raise PlanError(f"attention processor {cls.__name__}: its __call__ is no plain function; use cfg or data")
@@ -148,13 +158,14 @@ def _twin_class(cls: type) -> type:
     copied.__kwdefaults__ = stock.__kwdefaults__
     scope["_stock_call"] = copied
     outer = scope["__call__"]
-    outer.__signature__ = __import__("inspect").signature(stock)
+    outer.__signature__ = inspect.signature(stock)
     return type(cls.__name__, (cls,), {"__call__": outer, "__module__": cls.__module__})
 
 
 def twin(processor: Any, site: Site) -> Any:
     """The processor's twin, whose attention call goes to `site`. The processor itself is not changed."""
-    other = object.__new__(_twin_class(type(processor)))
+    kind: type[Any] = _twin_class(type(processor))
+    other: Any = object.__new__(kind)
     other.__dict__.update(processor.__dict__)
     other._parallel_config = site
     return other

@@ -61,7 +61,8 @@ def ulysses_attend(
     all_mask = None
     if mask is not None:
         all_mask = gathered[:, width:].transpose(0, 1).contiguous().to(mask.dtype)
-    out = attend(*(whole[:, i].transpose(0, 1) for i in range(3)), all_mask)
+    queries, keys, values = (whole[:, i].transpose(0, 1) for i in range(3))
+    out = attend(queries, keys, values, all_mask)
 
     back = out.transpose(0, 1)
     results = [q.new_empty((rows, batch, count, dim)) for count in owned]
@@ -69,4 +70,3 @@ def ulysses_attend(
     results[group.index] = outgoing[group.index]
     group.exchange(METHOD, outgoing, results)
     return torch.cat(results, dim=2).transpose(0, 1)
-

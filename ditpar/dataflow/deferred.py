@@ -41,7 +41,9 @@ class Deferred(torch.Tensor):
     _value: Tensor | None
 
     @staticmethod
-    def __new__(cls, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Deferred:
+    def __new__(
+        cls, compute: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Deferred:
         self: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._compute, self._value = compute, None
         return self
@@ -66,12 +68,14 @@ class Deferred(torch.Tensor):
         return self._value is None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         source = args[0] if args else None
         if func in _VIEWS and isinstance(source, Deferred) and source.pending:
             rest = args[1:]
-            like = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), *rest, **kwargs)
+            like = func(
+                torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), *rest, **kwargs
+            )
             return Deferred(lambda: func(source.value(), *rest, **kwargs), like.shape, like.dtype, source.device)
         args, kwargs = resolve((args, kwargs))
         return func(*args, **kwargs)

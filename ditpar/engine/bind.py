@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from ditpar.mesh import Mesh
 from ditpar.methods import batch, guidance
 from ditpar.methods.root import as_stock, innermost
 from ditpar.methods.sequence import Sequence
-
 
 RING_BACKENDS = ("native", "_native_flash", "_native_efficient")
 
@@ -42,7 +42,10 @@ class Binding:
         plan, name = self.mesh.plan, self.name
         if plan.world == 1:
             return
-        if isinstance(transformer, torch._dynamo.eval_frame.OptimizedModule) or transformer._compiled_call_impl is not None:
+        if (
+            isinstance(transformer, torch._dynamo.eval_frame.OptimizedModule)
+            or transformer._compiled_call_impl is not None
+        ):
             raise PlanError(
                 f"{name} is compiled as a whole, which cannot be combined with plan {plan}; "
                 f"use {name}.compile_repeated_blocks() instead"
@@ -99,9 +102,9 @@ class Binding:
             if s.source != "block":
                 by_module[s.source].append(s)
         for path, slices in by_module.items():
-            wrap_call(changes, transformer.get_submodule(path), lambda call, s=slices: sequence.prologue(s, call))
+            wrap_call(changes, transformer.get_submodule(path), partial(sequence.prologue, slices))
         for block in self._blocks(transformer).values():
-            wrap_call(changes, block, lambda call, b=block: sequence.block(b, call))
+            wrap_call(changes, block, partial(sequence.block, block))
         wrap_call(changes, transformer.get_submodule(self.family.exit), sequence.exit)
         for path, module, rows in self._sites(transformer):
             stock = module.processor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,14 +48,14 @@ def share_components(changes: Changes, modules: dict[str, nn.Module], group: Gro
     if group.size == 1:
         return
 
-    def once(call: Callable[..., Any], device: Callable[[], torch.device]) -> Callable[..., Any]:
+    def once(device: Callable[[], torch.device], call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result: Any = None
             failure: Exception | None = None
             if group.index == 0:
                 try:
                     result = call(*args, **kwargs)
-                except Exception as error:  # carried to the other ranks, which wait for this result
+                except Exception as error:  # noqa: BLE001  carried to the other ranks, which wait for this result
                     failure = error
             failure, result = group.broadcast_tree(METHOD, (failure, result), device=device())
             if failure is not None:
@@ -69,7 +70,7 @@ def share_components(changes: Changes, modules: dict[str, nn.Module], group: Gro
             found = next((p.device for p in module.parameters()), torch.device("cpu"))
             return torch.device("cpu") if found.type == "meta" else found
 
-        wrap_call(changes, module, lambda call, d=device: once(call, d))
+        wrap_call(changes, module, partial(once, device))
         for method in _METHODS:
             if hasattr(module, method):
-                changes.set(module, method, once(getattr(module, method), device))
+                changes.set(module, method, once(device, getattr(module, method)))

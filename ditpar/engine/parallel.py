@@ -50,7 +50,9 @@ class Engine:
     def request(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One pipeline call: checked, agreed on, run by stock code on bound instances, and unbound again."""
         if not self.busy.acquire(blocking=False):
-            raise RequestError("this pipeline is already serving a request; ditpar.load() serves several threads in turn")
+            raise RequestError(
+                "this pipeline is already serving a request; ditpar.load() serves several threads in turn"
+            )
         changes = Changes()
         try:
             bound = inspect.signature(self.stock.__call__).bind(pipe, *args, **kwargs)
@@ -70,7 +72,7 @@ class Engine:
                         bound.arguments["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
                     bound.arguments["callback_on_step_end"] = agreed_callback(world, callback)
             self._apply(changes, pipe)
-            return resolve(self.stock.__call__(*bound.args, **bound.kwargs))  # type: ignore[operator]
+            return resolve(self.stock.__call__(*bound.args, **bound.kwargs))
         finally:
             changes.undo()
             if self.branches:
@@ -137,7 +139,7 @@ def _private_class(stock: type) -> type:
 
         def interrupt(self: Any) -> bool:
             """Whether to stop; the loop reads it once a step, and any rank's wish holds for all."""
-            wish = bool(stock.interrupt.fget(self))  # type: ignore[attr-defined]
+            wish = bool(stock.interrupt.fget(self))
             engine: Engine = self._ditpar
             if not engine.busy.locked() or engine.mesh.world.size == 1:
                 return wish
@@ -199,7 +201,7 @@ def restore(pipe: Any) -> Any:
 
 
 def _blank(stock: type) -> Any:
-    return stock.__new__(stock)
+    return object.__new__(stock)
 
 
 def transformer_names(pipe: Any) -> list[str]:

@@ -19,7 +19,7 @@ class Setup:
     device: str
     options: dict[str, Any]
     timeout: float
-    show_loading: bool = False
+    quiet: bool
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def load(
     torch_dtype: torch.dtype | None = None,
     threads: int | None = None,
     patience: tuple[float, float] = (600.0, 60.0),
+    quiet: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> RemotePipeline:
     """Loads a pipeline onto a gang of local ranks; the result is used like the diffusers pipeline itself.
@@ -41,6 +42,7 @@ def load(
         torch_dtype: of the weights, as in `from_pretrained`; else what the model's `ditpar.json` states.
         threads: CPU threads of each rank; the cores shared out by default.
         patience: seconds without a sign of life after which the gang is ended, at first and once steps are known.
+        quiet: no bars while the weights load.
         from_pretrained_kwargs: passed on.
 
     Raises:
@@ -63,8 +65,8 @@ def load(
     dtype = torch_dtype or (getattr(torch, model.dtype) if model.dtype else None)
     if dtype is not None:
         options[_DTYPE] = dtype
-    setup = Setup(model.path, str(first), world, "cuda" if devices else "cpu", options, patience[0])
-    stock = _pipeline_class(model)
+    setup = Setup(model.path, str(first), world, "cuda" if devices else "cpu", options, patience[0], quiet)
+    stock = pipeline_class(model)
     gang = LocalGang(world, threads or max(1, (os.cpu_count() or 1) // world), list(model.components), patience)
     try:
         return remote_class(stock)(gang, setup, model, stock, fixed)
@@ -73,7 +75,8 @@ def load(
         raise
 
 
-def _pipeline_class(model: Model) -> type:
+def pipeline_class(model: Model) -> type:
+    """The diffusers class that the model names. Raises ModelError when this diffusers has none."""
     stock = getattr(diffusers, model.pipeline, None)
     if not isinstance(stock, type):
         raise ModelError(f"model: diffusers {diffusers.__version__} has no pipeline class {model.pipeline}")
@@ -82,5 +85,5 @@ def _pipeline_class(model: Model) -> type:
 
 def _usual_call(model: Model) -> dict[str, Any]:
     """A call that gives nothing but a prompt: what `auto` binds before the first one."""
-    parameters = inspect.signature(_pipeline_class(model).__call__).parameters.values()
+    parameters = inspect.signature(pipeline_class(model).__call__).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty} | model.defaults | {"prompt": "any"}

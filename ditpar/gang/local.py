@@ -65,7 +65,9 @@ class LocalGang:
             a request are known, and the least later on, when it is 20 times the median step.
     """
 
-    def __init__(self, world: int, threads: int, names: list[str], patience: tuple[float, float] = (600.0, 60.0)) -> None:
+    def __init__(
+        self, world: int, threads: int, names: list[str], patience: tuple[float, float] = (600.0, 60.0)
+    ) -> None:
         self.world, self.threads, self.names, self.patience = world, threads, names, patience
         self._server: tuple[Any, Wire] | None = None
         self._members: list[_Member] = []

@@ -15,7 +15,7 @@ def checked_load(pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     pipe.load_lora_weights(*args, **kwargs)
     added = _adapters(pipe) - before
     wanted = kwargs.get("adapter_name")
-    if not added and not (wanted in before):
+    if not added and wanted not in before:
         raise RequestError("load_lora_weights: the adapter matches no layer of this model")
 
 

@@ -13,6 +13,8 @@ from ditpar.errors import ModelError
 from ditpar.family import Family, family_of
 
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "models" / "emoji"
+BUNDLED = "emoji"
+"""The name under which the bundled model may be asked for, and is recorded."""
 DEFAULTS_FILE = "ditpar.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -22,7 +24,8 @@ class Model:
     """What can be known of a model without loading it.
 
     Attributes:
-        path: the folder, or the hub id as given.
+        name: what to call it, and to ask for it again: the folder in full, a hub id, or `emoji`.
+        path: the folder, or the hub id.
         pipeline: class name of its diffusers pipeline.
         family: the record of its transformer.
         config: the transformer's config.
@@ -31,6 +34,7 @@ class Model:
         components: `library.Class` of each component.
     """
 
+    name: str
     path: str
     pipeline: str
     family: Family
@@ -43,16 +47,20 @@ class Model:
 def read_model(path_or_id: str | Path) -> Model:
     """Reads and checks a model. Raises ModelError naming the file at fault.
 
-    A name that is no folder is taken for a hub id, and looked up in the local hub cache or fetched, as diffusers does.
+    `emoji` is the bundled model. Another name that is no folder is taken for a hub id, and looked up in the local hub
+    cache or fetched, as diffusers does.
     """
     name = str(path_or_id)
-    folder = Path(name)
+    folder = DEFAULT_MODEL if name == BUNDLED and not Path(name).exists() else Path(name)
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
             raise ModelError(f"model: {name} is no folder and no hub id of the form owner/name")
         folder = _hub_folder(name)
+        path = name
     else:
         check_model_folder(folder)
+        path = str(folder.resolve())
+        name = BUNDLED if folder.resolve() == DEFAULT_MODEL else path
     index = _json(folder / "model_index.json")
     if "transformer" not in index:
         raise ModelError(f"model: {folder / 'model_index.json'} has no transformer; ditpar runs diffusion transformers")
@@ -64,6 +72,7 @@ def read_model(path_or_id: str | Path) -> Model:
     )
     return Model(
         name,
+        path,
         str(index["_class_name"]),
         family,
         _json(folder / "transformer" / "config.json"),
@@ -154,6 +163,8 @@ def _hub_folder(name: str) -> Path:
 
     try:
         found = snapshot_download(name, allow_patterns=["model_index.json", "transformer/config.json", DEFAULTS_FILE])
-    except Exception as error:
-        raise ModelError(f"model: {name} is neither a folder nor a model that the hub or its cache has: {error}") from None
+    except Exception as error:  # noqa: BLE001  the hub client fails in many ways, all of which mean this
+        raise ModelError(
+            f"model: {name} is neither a folder nor a model that the hub or its cache has: {error}"
+        ) from None
     return Path(found)

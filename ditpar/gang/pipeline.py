@@ -19,7 +19,19 @@ from ditpar.plan import Plan, auto
 
 _CALLBACKS = ("callback_on_step_end", "callback")
 _ON_RANK_0 = ("save_pretrained", "save_lora_weights")
-_OWN = ("_gang", "_setup", "_model", "_stock", "_plan", "_lock", "_scheduler", "_history", "_finalizer", "_owner", "_wish")
+_OWN = (
+    "_gang",
+    "_setup",
+    "_model",
+    "_stock",
+    "_plan",
+    "_lock",
+    "_scheduler",
+    "_history",
+    "_finalizer",
+    "_owner",
+    "_wish",
+)
 
 
 class RemotePipeline:
@@ -88,7 +100,9 @@ class RemotePipeline:
         plan.validate(family, config, full, world)
         return str(plan)
 
-    def _called_back(self, callbacks: dict[str, Any], name: str, step: int, timestep: Any, tensors: dict[str, Any]) -> Any:
+    def _called_back(
+        self, callbacks: dict[str, Any], name: str, step: int, timestep: Any, tensors: dict[str, Any]
+    ) -> Any:
         """Runs the caller's callback here; returns what it edited, and whether it wants to stop."""
         before = {key: (value, _version(value)) for key, value in tensors.items()}
         if name == "callback":
@@ -156,7 +170,9 @@ class RemotePipeline:
             self._lasting(self._command("set", ("scheduler",), (value,)))
             object.__setattr__(self, "_scheduler", value)
         else:
-            raise AttributeError(f"{name} cannot be set on a pipeline that lives in other processes; load it with the value")
+            raise AttributeError(
+                f"{name} cannot be set on a pipeline that lives in other processes; load it with the value"
+            )
 
     def _remote(self, path: tuple[str, ...], stock: Any = None) -> Any:
         """What stands at `path` below the pipeline: a value, or a stand-in for a method or module there."""
@@ -181,7 +197,9 @@ class RemotePipeline:
 
     # -- the gang ------------------------------------------------------------------------------------------------------
 
-    def _command(self, kind: str, path: tuple[str, ...], args: tuple[Any, ...] = (), kwargs: Any = None, **more: Any) -> Command:
+    def _command(
+        self, kind: str, path: tuple[str, ...], args: tuple[Any, ...] = (), kwargs: Any = None, **more: Any
+    ) -> Command:
         return Command(kind, path, args, kwargs or {}, os.getcwd(), **more)
 
     def _now(self, command: Command) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -61,7 +62,7 @@ class Rank:
                 return
             try:
                 answer = Answer(self._do(command))
-            except Exception as error:  # whatever a request raises is the caller's to see
+            except Exception as error:  # noqa: BLE001  whatever a request raises is the caller's to see
                 answer = Answer(error=_portable(error), traceback=traceback.format_exc())
             self.wire.send(("answer", answer))
 
@@ -96,11 +97,10 @@ class Rank:
             self._join(setup)
         if setup.device == "cuda":
             torch.cuda.set_device(self.number)
-        if self.number > 0:
-            diffusers.utils.logging.disable_progress_bar()
-        if self.number > 0 or not setup.show_loading:
+        if self.number > 0 or setup.quiet:  # one rank's bars are enough
             import transformers
 
+            diffusers.utils.logging.disable_progress_bar()
             transformers.utils.logging.disable_progress_bar()
         self.pipe = diffusers.DiffusionPipeline.from_pretrained(setup.path, **setup.options)
         if setup.device != "cpu":
@@ -172,13 +172,8 @@ class Rank:
 
 def _portable(error: Exception) -> Exception:
     """The error if it survives the wire, else a RuntimeError that says the same."""
-    import pickle
-
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):  # noqa: S301
-            return error
+        same = type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301
     except Exception:  # noqa: BLE001  a class that does not pickle can fail in any way
-        pass
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
+        same = False
+    return error if same else RuntimeError(f"{type(error).__name__}: {error}")

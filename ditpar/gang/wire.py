@@ -54,9 +54,9 @@ class _Pickler(pickle.Pickler):
     """Tensors go as they look, not with the whole storage behind them."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided:
-            if obj.numel() * obj.element_size() < obj.untyped_storage().nbytes():
-                return obj.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided
+        if plain and obj.numel() * obj.element_size() < obj.untyped_storage().nbytes():
+            return obj.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 

@@ -1,4 +1,4 @@
-"""CFG parallel for pipelines that call the transformer once per branch: both calls are deferred, then run side by side."""
+"""CFG parallel for pipelines that call the transformer once a branch: both calls are deferred, then run side by side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Branches:
         def wrapped(arguments: Arguments) -> Tensor:
             hidden: Tensor = arguments["hidden_states"]
             shape = output_shape(family, transformer, arguments)
-            result = Deferred(lambda: self._value(result), shape, hidden.dtype, hidden.device)
+            result: Deferred = Deferred(lambda: self._value(result), shape, hidden.dtype, hidden.device)
             self.waiting.append((Captured(arguments), root, result))
             return result
 

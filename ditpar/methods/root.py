@@ -36,9 +36,9 @@ def as_stock(family: Family, transformer: nn.Module, root: Root) -> Callable[...
             default = signature.parameters[name].default
             if name not in known and value is not default and value != default:
                 raise PlanError(f"{family.transformer} argument {name} is not supported by this plan; use plan single")
-            if isinstance(value, dict) and name in family.static:
-                if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-                    raise PlanError(f"{family.transformer} argument {name}: tensors in it are not supported by this plan")
+            inner = tree_leaves(value) if isinstance(value, dict) and name in family.static else []
+            if any(isinstance(leaf, torch.Tensor) for leaf in inner):
+                raise PlanError(f"{family.transformer} argument {name}: tensors in it are not supported by this plan")
         sample = root(arguments)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -54,7 +54,7 @@ def innermost(call: Callable[..., Any]) -> Root:
     return root
 
 
-def output_shape(family: Family, transformer: nn.Module, arguments: Arguments) -> torch.Size:
+def output_shape(family: Family, transformer: Any, arguments: Arguments) -> torch.Size:
     """The shape that the call will return, by the Family's rule."""
     config = transformer.config
     hidden = arguments["hidden_states"]

@@ -103,7 +103,10 @@ class Sequence:
             return value.narrow(dim, start(self.text, self.group.index), self.text[self.group.index])
         text_first = self.family.joint == "text_first"
         parts = value.split(
-            [self.text_tokens, count - self.text_tokens] if text_first else [count - self.text_tokens, self.text_tokens], dim
+            [self.text_tokens, count - self.text_tokens]
+            if text_first
+            else [count - self.text_tokens, self.text_tokens],
+            dim,
         )
         return torch.cat([self.cut(p, dim, r) for p, r in zip(parts, self._order(), strict=True)], dim)
 

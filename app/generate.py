@@ -1,0 +1,236 @@
+"""`ditpar generate`: options to a Request and a Plan, images to files."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import diffusers
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import ditpar
+from ditpar.app.png import Record, read_png, write_png
+from ditpar.errors import PlanError, RequestError
+from ditpar.gang.load import pipeline_class
+from ditpar.gang.modelfolder import DEFAULT_MODEL, Model, read_model
+from ditpar.plan import Plan, auto
+from ditpar.request import NAMES, Request
+
+OPTION = {
+    "guidance_scale": "--guidance",
+    "true_cfg_scale": "--true-cfg",
+    "negative_prompt": "--negative",
+    "height": "--size",
+}
+OPTION |= {"width": "--size", "num_inference_steps": "--steps"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options as typed."""
+
+    prompt: str | None
+    model: str | None
+    plan: str | None
+    ranks: int | None
+    size: str | None
+    steps: int | None
+    guidance: float | None
+    true_cfg: float | None
+    settings: list[str]
+    seed: int | None
+    count: int
+    negative: str | None
+    out: Path | None
+    source: Path | None
+
+
+def run(options: Options, as_json: bool) -> None:
+    """Checks everything that can be checked first, then loads, generates and saves image by image."""
+    source = read_png(options.source) if options.source else None
+    model = read_model(options.model or (source.model if source else DEFAULT_MODEL))
+    parameters = inspect.signature(pipeline_class(model).__call__).parameters
+    request = _request(options, source, model, set(parameters))
+    plan = _plan(
+        options, source, model, request, {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    )
+    calls = _calls(request, plan, source)
+    console = Console(stderr=True)
+    begun = time.monotonic()
+    with console.status(f"loading {Path(model.name).name} on {plan.world} rank{'s' * (plan.world > 1)} ({plan})"):
+        pipe = ditpar.load(model.path, plan=plan, quiet=True)
+    with pipe:
+        pipe.set_progress_bar_config(disable=True)
+        loaded = time.monotonic() - begun
+        results = []
+        for call, indices in calls:
+            images, times = _generate(pipe, call, set(parameters), console)
+            for index in indices:
+                record = Record(call, plan, model.name, index, _versions())
+                path = _path(options.out, record, many=request.count > 1)
+                write_png(images[index], path, record)
+                result = {"path": str(path), "seed": record.seed, "seconds": round(sum(times), 3)}
+                results.append({**result, "step_seconds": round(_median(times), 4)})
+                if not as_json:
+                    print(path, flush=True)
+        memory = pipe.memory()
+    if as_json:
+        summary = {"images": results, "plan": str(plan), "model": model.name, "load_seconds": round(loaded, 2)}
+        print(json.dumps({**summary, "ranks": memory}))
+
+
+def _request(options: Options, source: Record | None, model: Model, known: set[str]) -> Request:
+    """The request with the model's defaults filled in. Raises for arguments that the pipeline does not take."""
+    given: dict[str, Any] = {}
+    if source:
+        given = {f.name: getattr(source.request, f.name) for f in fields(Request)}
+        if source.request.count == 1 or _changed(options):
+            given.update(seed=source.seed, count=1)
+    typed = {
+        "prompt": options.prompt,
+        "negative": options.negative,
+        "steps": options.steps,
+        "guidance": options.guidance,
+    }
+    typed |= {"true_cfg": options.true_cfg, "seed": options.seed}
+    if options.size:
+        match = re.fullmatch(r"(\d+)[xX](\d+)", options.size)
+        if not match:
+            raise click.BadParameter(
+                f"{options.size!r} is not of the form WxH, for example 256x256", param_hint="--size"
+            )
+        typed |= {"width": int(match[1]), "height": int(match[2])}
+    if not source or options.count != 1:
+        typed["count"] = options.count
+    given.update({name: value for name, value in typed.items() if value is not None})
+    if "prompt" not in given:
+        raise click.UsageError("a prompt is needed (or --from FILE.png)")
+    given["extra"] = {**given.get("extra", {}), **_settings(options.settings)}
+    for name in given["extra"]:
+        if name not in known and name not in NAMES.values():
+            raise RequestError(
+                f"--set {name}: {model.pipeline} takes {', '.join(sorted(known - {'self', 'generator'}))}"
+            )
+    request = Request(**given)
+    for name in request.call():
+        if name not in known:
+            raise RequestError(f"{OPTION.get(name, name)}: {model.pipeline} takes no {name}")
+    if "num_frames" in known:
+        raise RequestError(
+            f"model: {model.pipeline} makes videos, which this command does not write yet; use ditpar.load"
+        )
+    return _filled(request, {k: v for k, v in model.defaults.items() if k in known})
+
+
+def _changed(options: Options) -> bool:
+    return any((options.prompt, options.seed is not None, options.count != 1, options.plan, options.ranks))
+
+
+def _filled(request: Request, defaults: dict[str, Any]) -> Request:
+    """The request with every default written out, so that its record says all."""
+    call = request.call(defaults)
+    named = {f: call[name] for f, name in NAMES.items() if name in call}
+    extra = {k: v for k, v in call.items() if k not in (*NAMES.values(), "num_images_per_prompt")}
+    return replace(request, **named, extra=extra)
+
+
+def _settings(items: list[str]) -> dict[str, Any]:
+    settings = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
+        try:
+            settings[key.strip()] = json.loads(value)
+        except ValueError:
+            settings[key.strip()] = value
+    return settings
+
+
+def _plan(options: Options, source: Record | None, model: Model, request: Request, defaults: dict[str, Any]) -> Plan:
+    """The plan for one call of this request; --plan and --ranks imply each other and must agree."""
+    if options.ranks is not None and options.ranks < 1:
+        raise PlanError(f"--ranks {options.ranks} must be at least 1")
+    typed = options.plan if options.plan != "auto" else None
+    call = {**defaults, **request.call()}
+    if typed is None and options.ranks is None and options.plan is None and source:
+        plan = source.plan
+    elif typed is not None:
+        plan = Plan.parse(typed)
+    else:
+        plan = auto(model.family, model.config, call, options.ranks or max(torch.cuda.device_count(), 1))
+    if plan.data > 1:
+        call["num_images_per_prompt"] = min(request.count, plan.data)
+    plan.validate(model.family, model.config, call, options.ranks)
+    return plan
+
+
+def _calls(request: Request, plan: Plan, source: Record | None) -> list[tuple[Request, list[int]]]:
+    """Engine calls, and which of their images are wanted. One image a call, unless the plan shares out a batch."""
+    if source and request.count == source.request.count > 1:
+        return [(request, [source.index])]
+    if plan.data == 1:
+        return [(request.single(i), [0]) for i in range(request.count)]
+    if request.count % plan.data:
+        raise PlanError(
+            f"plan: {plan} makes {plan.data} images a call, so --count must be a multiple of that, not {request.count}"
+        )
+    starts = range(0, request.count, plan.data)
+    return [(replace(request, seed=request.seed + i, count=plan.data), list(range(plan.data))) for i in starts]
+
+
+def _generate(pipe: Any, call: Request, known: set[str], console: Console) -> tuple[list[Any], list[float]]:
+    """One engine call. Returns its images and the seconds of each step."""
+    generators = [torch.Generator().manual_seed(seed) for seed in call.seeds]
+    times: list[float] = []
+    columns = (TextColumn("seed {task.fields[seed]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console) as progress:
+        task = progress.add_task("", total=call.steps, seed=call.seed, speed="")
+        last = time.monotonic()
+
+        def stepped(*_: Any) -> dict[str, Any]:
+            nonlocal last
+            times.append(time.monotonic() - last)
+            last = time.monotonic()
+            progress.update(task, advance=1, speed=f"{times[-1]:.3f} s/step")
+            return {}
+
+        name = "callback_on_step_end" if "callback_on_step_end" in known else "callback"
+        callback = {name: stepped} if name in known else {}
+        arguments = call.call()
+        if "num_images_per_prompt" in arguments and "num_images_per_prompt" not in known:
+            raise RequestError("--count with a data plan: the pipeline takes no num_images_per_prompt")
+        output = pipe(**arguments, generator=generators if call.count > 1 else generators[0], **callback)
+        if not times:
+            times.append(time.monotonic() - last)
+    return output.images, times
+
+
+def _path(out: Path | None, record: Record, many: bool) -> Path:
+    """Where an image goes: the named file (numbered by seed if there are many), or a new name in the folder."""
+    if out is not None and out.suffix.lower() == ".png":
+        return out.with_stem(f"{out.stem}-{record.seed}") if many else out
+    if out is not None and out.suffix and not out.is_dir():
+        raise RequestError(f"--out {out}: images are written as .png")
+    slug = re.sub(r"[^a-z0-9]+", "-", record.request.prompt.lower()).strip("-")[:40] or "image"
+    folder = out or Path()
+    path, n = folder / f"{slug}-{record.seed}.png", 1
+    while path.exists():
+        path, n = folder / f"{slug}-{record.seed}-{n}.png", n + 1
+    return path
+
+
+def _versions() -> dict[str, str]:
+    return {"ditpar": ditpar.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__}
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
