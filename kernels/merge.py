@@ -1,8 +1,8 @@
 """Merging two partial attention results by their log-sum-exp: a Triton kernel, and the plain torch it must equal.
 
 With weights w = exp(lse_b) / (exp(lse_a) + exp(lse_b)) = sigmoid(lse_b - lse_a), the merged result is
-a + w (b - a) and its lse is log(exp(lse_a) + exp(lse_b)). A side whose keys are all masked has lse -inf and weight 0;
-when both are, the result is 0 with lse -inf (arXiv 2205.14135, section 3.1, has the recurrence).
+a + w (b - a) and its lse is log(exp(lse_a) + exp(lse_b)); arXiv 2205.14135, section 3.1, has the recurrence. A side
+whose keys are all masked has lse -inf, weight 0 and must be 0, not NaN; when both are, so is the result.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""Every plan's calls, as each rank issues them, are free of deadlock under NCCL's rules; and a wrong order is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import recorder
+import torch.distributed as dist
+from recorder import Call, check
+from world import Worlds
+
+import ditpar
+from ditpar.comm import Group, Work
+from ditpar.conformance.variants import variants
+from ditpar.family import families
+from ditpar.plan import Plan
+
+PLANS = ("ulysses=2", "ring=2", "ring=2,ulysses=2", "cfg=2", "cfg=2,ulysses=2", "data=2", "ulysses=3")
+TWO = ("two", (0, 1))
+ALL = ("all", (0, 1, 2))
+
+
+def send(peer: int, size: int = 8, batch: int | None = 1, group: tuple[str, tuple[int, ...]] = TWO) -> Call:
+    return Call(group, "send", peer, size, batch)
+
+
+def recv(peer: int, size: int = 8, batch: int | None = 1, group: tuple[str, tuple[int, ...]] = TWO) -> Call:
+    return Call(group, "recv", peer, size, batch)
+
+
+def reduce(size: int = 8, group: tuple[str, tuple[int, ...]] = TWO) -> Call:
+    return Call(group, "all_reduce", None, size)
+
+
+def swap(peer: int, **options: int | None) -> list[Call]:
+    """What one rank issues to swap with a peer: both in one batch."""
+    return [send(peer, **options), recv(peer, **options)]  # type: ignore[arg-type]
+
+
+GOOD: dict[str, list[list[Call]]] = {
+    "nothing": [[], []],
+    "batched swap": [swap(1), swap(0)],
+    "unbatched in turn": [[send(1, batch=None), recv(1, batch=None)], [recv(0, batch=None), send(0, batch=None)]],
+    "ring of three": [[send((r + 1) % 3, group=ALL), recv((r - 1) % 3, group=ALL)] for r in range(3)],
+    "two groups": [[reduce(), reduce(4, ALL)], [reduce(), reduce(4, ALL)], [reduce(4, ALL)]],
+}
+BAD: dict[str, tuple[list[list[Call]], str]] = {
+    "collectives swapped": ([[reduce(8), reduce(4)], [reduce(4), reduce(8)]], "collective 0 of two[0, 1] differs"),
+    "groups swapped": (
+        [[reduce(), reduce(8, ALL)], [reduce(8, ALL), reduce()], [reduce(8, ALL)]],
+        "deadlock: rank 0 at step 0 (first use of 0 bytes in two[0, 1]) waits for [1], rank 1",
+    ),
+    "member missing": ([[reduce(8, ALL)], [reduce(8, ALL)], []], "collectives of all[0, 1, 2] lack a member"),
+    "collective size": ([[reduce(8)], [reduce(16)]], "rank 1 issues all_reduce of 16 bytes"),
+    "stranger": ([[reduce()], [reduce()], [reduce()]], "rank 2 calls two[0, 1], of which it is no member"),
+    "message size": ([swap(1), swap(0, size=4)], "message 0 from 0 to 1 in two[0, 1]: 8 bytes sent, 4 expected"),
+    "unbatched sends crossed": (
+        [[send(1, batch=None), recv(1, batch=None)], [send(0, batch=None), recv(0, batch=None)]],
+        "deadlock: rank 0 at step 0 (send to 1 of 8 bytes in two[0, 1]) waits for [1], rank 1 at step 0 (send to 0",
+    ),
+    "batched on one side": ([[send(1)], [recv(0, batch=None)]], "batched on one side only"),
+    "receive without send": ([[recv(1)], [reduce()]], "1 messages from 1 to 0 in two[0, 1] are received but not sent"),
+    "send without receive": ([[send(1)], []], "rank 1 has ended"),
+    "first use without a member": (
+        [[replace(c, group=ALL) for c in swap(1 - r)] for r in (0, 1)] + [[]],
+        "2 has ended",
+    ),
+    "two threads": ([[reduce(), replace(reduce(), thread=1)], [reduce(), reduce()]], "rank 0 calls two[0, 1] from 2"),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_logs_pass(name: str) -> None:
+    assert check(GOOD[name]) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_logs_are_named(name: str) -> None:
+    logs, report = BAD[name]
+    found = check(logs)
+    assert any(report in line for line in found), found
+
+
+@cache
+def _pipe(family: str):
+    return variants(families()[family])[0].build(families()[family])
+
+
+def record(family: str, plan: str, sabotage: bool = False) -> list[Call]:
+    """One request of the family's plain variant under a plan, on every rank. Returns this rank's log."""
+    log = recorder.start()
+    pipe = _pipe(family)
+    options = {"batch": 2} if Plan.parse(plan).data > 1 else {}
+    call = variants(families()[family])[0].inputs(families()[family], pipe, **options)
+    ditpar.parallelize(pipe, plan)
+    try:
+        mesh = pipe._ditpar.mesh
+        mesh.world.pg = dist.new_group(backend=recorder.BACKEND)  # control messages are recorded too
+        if sabotage and dist.get_rank() == 1:
+            _swap_two(mesh.ulysses)
+        pipe(**call)
+    finally:
+        ditpar.restore(pipe)
+    return log.calls
+
+
+def _swap_two(group: Group) -> None:
+    """The group's next two exchanges change places."""
+    start = group._start
+    held: list[tuple] = []
+
+    def hold(*args) -> list[Work]:
+        if not held:
+            held.append(args)
+            return []
+        group._start = start  # type: ignore[method-assign]
+        return [*start(*args), *start(*held.pop())]
+
+    group._start = hold  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", list(families()))
+def test_no_plan_deadlocks(family: str, plan: str, worlds: Worlds) -> None:
+    logs = worlds(Plan.parse(plan).world).run(record, family, plan)
+    assert check(logs) == []
+    assert all(any(call.p2p for call in log) for log in logs), "nothing was recorded"
+    assert all(call.batch is not None for log in logs for call in log if call.p2p)
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_a_rank_that_swaps_two_exchanges_is_caught(family: str, worlds: Worlds) -> None:
+    found = check(worlds(2).run(record, family, "ulysses=2", sabotage=True))
+    assert any("message 0 from 0 to 1" in line and "expected" in line for line in found), found
+
+
+def test_a_rank_that_swaps_a_message_and_a_collective_is_caught(worlds: Worlds) -> None:
+    """The recorded calls of a plan, with one rank's last exchange before a control message put after it."""
+    logs = worlds(4).run(record, "sd3", "cfg=2,ulysses=2")
+    assert check(logs) == []
+    log = logs[1]
+    late = next(i for i in range(1, len(log)) if log[i - 1].p2p and not log[i].p2p)
+    early = next(i for i in range(late) if log[i].batch == log[late - 1].batch)
+    logs[1] = [*log[:early], log[late], *log[early:late], *log[late + 1 :]]
+    (found,) = check(logs)
+    assert found.startswith("deadlock: ") and "rank 1 at step" in found and "all_reduce" in found, found
