@@ -116,7 +116,7 @@ def conform(
     from ditpar.conformance.kit import conform as prove
 
     report = prove(name, variant)
-    print(report.table())
+    print(report)
     raise typer.Exit(exits.OK if report.ok else exits.ENGINE)
 
 
