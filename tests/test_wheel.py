@@ -27,7 +27,16 @@ assert len(families()) == 5
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "--target", str(folder), str(ROOT)], check=True, timeout=200)
     return folder
 
