@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 
-import click
 import typer
 
 from ditpar.app import exits
@@ -116,7 +115,7 @@ def conform(
     from ditpar.conformance.kit import conform as prove
 
     report = prove(name, variant)
-    print(report.table())
+    print(report)
     raise typer.Exit(exits.OK if report.ok else exits.ENGINE)
 
 
@@ -129,15 +128,15 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, _terminated)
     as_json = "--json" in sys.argv
     try:
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else exits.OK)
-    except click.exceptions.Abort:
-        sys.exit(exits.report(KeyboardInterrupt(), as_json))
-    except click.ClickException as error:
-        error.show()
-        sys.exit(exits.USAGE)
+        code = app(prog_name="ditpar", standalone_mode=False)
     except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001  the last resort: a line and a code, not a traceback
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # usage errors know how to show themselves
+            error.show()
+            sys.exit(exits.USAGE)
         sys.exit(exits.report(error, as_json))
+    if code == exits.INTERRUPTED:  # typer turns Ctrl-C into a code
+        exits.report(KeyboardInterrupt(), as_json)
+    sys.exit(code if isinstance(code, int) else exits.OK)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ def report(error: BaseException, as_json: bool) -> int:
     """Says on stderr (or as JSON on stdout) what went wrong; returns the exit code."""
     code = code_of(error)
     text = "interrupted" if code == INTERRUPTED else str(error) or type(error).__name__
+    if code == INADMISSIBLE:
+        text = " ".join(text.split())
     if as_json:
         print(json.dumps({"error": {"type": type(error).__name__, "message": text, "exit": code}}))
     elif code == ENGINE:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import diffusers
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -63,6 +63,8 @@ def run(options: Options, as_json: bool) -> None:
         options, source, model, request, {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     )
     calls = _calls(request, plan, source)
+    _check_out(options.out)
+    many = sum(len(indices) for _, indices in calls) > 1
     console = Console(stderr=True)
     begun = time.monotonic()
     with console.status(f"loading {Path(model.name).name} on {plan.world} rank{'s' * (plan.world > 1)} ({plan})"):
@@ -75,7 +77,7 @@ def run(options: Options, as_json: bool) -> None:
             images, times = _generate(pipe, call, set(parameters), console)
             for index in indices:
                 record = Record(call, plan, model.name, index, _versions())
-                path = _path(options.out, record, many=request.count > 1)
+                path = _path(options.out, record, many)
                 write_png(images[index], path, record)
                 result = {"path": str(path), "seed": record.seed, "seconds": round(sum(times), 3)}
                 results.append({**result, "step_seconds": round(_median(times), 4)})
@@ -104,7 +106,7 @@ def _request(options: Options, source: Record | None, model: Model, known: set[s
     if options.size:
         match = re.fullmatch(r"(\d+)[xX](\d+)", options.size)
         if not match:
-            raise click.BadParameter(
+            raise typer.BadParameter(
                 f"{options.size!r} is not of the form WxH, for example 256x256", param_hint="--size"
             )
         typed |= {"width": int(match[1]), "height": int(match[2])}
@@ -112,7 +114,7 @@ def _request(options: Options, source: Record | None, model: Model, known: set[s
         typed["count"] = options.count
     given.update({name: value for name, value in typed.items() if value is not None})
     if "prompt" not in given:
-        raise click.UsageError("a prompt is needed (or --from FILE.png)")
+        raise typer.BadParameter("a prompt is needed (or --from FILE.png)", param_hint="PROMPT")
     given["extra"] = {**given.get("extra", {}), **_settings(options.settings)}
     for name in given["extra"]:
         if name not in known and name not in NAMES.values():
@@ -147,7 +149,7 @@ def _settings(items: list[str]) -> dict[str, Any]:
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
-            raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
+            raise typer.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
         try:
             settings[key.strip()] = json.loads(value)
         except ValueError:
@@ -214,12 +216,15 @@ def _generate(pipe: Any, call: Request, known: set[str], console: Console) -> tu
     return output.images, times
 
 
+def _check_out(out: Path | None) -> None:
+    if out is not None and out.suffix and out.suffix.lower() != ".png" and not out.is_dir():
+        raise RequestError(f"--out {out}: images are written as .png")
+
+
 def _path(out: Path | None, record: Record, many: bool) -> Path:
     """Where an image goes: the named file (numbered by seed if there are many), or a new name in the folder."""
     if out is not None and out.suffix.lower() == ".png":
         return out.with_stem(f"{out.stem}-{record.seed}") if many else out
-    if out is not None and out.suffix and not out.is_dir():
-        raise RequestError(f"--out {out}: images are written as .png")
     slug = re.sub(r"[^a-z0-9]+", "-", record.request.prompt.lower()).strip("-")[:40] or "image"
     folder = out or Path()
     path, n = folder / f"{slug}-{record.seed}.png", 1
