@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -29,7 +30,9 @@ class Dispatches(TorchDispatchMode):
 
 
 def host_cost(repeats: int) -> dict[str, Any]:
-    """CPU microseconds and dispatches of stock, and what plan single adds: the median of pairs run in turn.
+    """CPU microseconds, dispatches and function calls of stock, and what plan single adds to them.
+
+    Times are medians of pairs run in turn.
 
     A call's share is the difference of requests with many and few steps over the steps between; what is left of the
     short request belongs to the request.
@@ -44,6 +47,19 @@ def host_cost(repeats: int) -> dict[str, Any]:
             pipe(**request(Load(TOKENS, calls, TOKENS), guided=False))
         return mode.count
 
+    def entered(pipe: Any, calls: int) -> int:
+        events = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal events
+            events += event in ("call", "c_call")
+
+        call = request(Load(TOKENS, calls, TOKENS), guided=False)
+        sys.setprofile(note)
+        pipe(**call)
+        sys.setprofile(None)
+        return events
+
     def timed(pipe: Any, calls: int) -> float:
         call = request(Load(TOKENS, calls, TOKENS), guided=False)
         began = time.process_time()
@@ -53,6 +69,7 @@ def host_cost(repeats: int) -> dict[str, Any]:
     dispatches = {name: (counted(pipe, FEW), counted(pipe, MANY)) for name, pipe in pipes.items()}
     times: dict[tuple[str, int], list[float]] = {(name, calls): [] for name in pipes for calls in (FEW, MANY)}
     gc.disable()
+    functions = {name: (entered(pipe, FEW), entered(pipe, MANY)) for name, pipe in pipes.items()}
     for i in range(repeats):
         for calls in (FEW, MANY):
             for name in sorted(pipes, reverse=bool(i % 2)):
@@ -65,19 +82,20 @@ def host_cost(repeats: int) -> dict[str, Any]:
         pairs = zip(times["single", calls], times["stock", calls], strict=True)
         return [single - stock for single, stock in pairs]
 
-    def added_ops(index: int) -> int:
-        return dispatches["single"][index] - dispatches["stock"][index]
+    def counts(what: str, of: dict[str, tuple[int, int]]) -> dict[str, int]:
+        few, many = (of["single"][i] - of["stock"][i] for i in (0, 1))
+        call = (many - few) // between
+        stock = (of["stock"][1] - of["stock"][0]) // between
+        return {f"call_{what}": call, f"stock_call_{what}": stock, f"request_{what}": few - FEW * call}
 
     between = MANY - FEW
     calls_us = [(many - few) / between for many, few in zip(added(MANY), added(FEW), strict=True)]
     low, middle, high = statistics.quantiles(calls_us, n=4)
-    call_ops = (added_ops(1) - added_ops(0)) // between
     return {
         "call_us": middle,
         "call_us_quartiles": [low, high],
         "stock_call_us": (min(times["stock", MANY]) - min(times["stock", FEW])) / between,
         "request_us": statistics.median(added(FEW)) - FEW * middle,
-        "call_dispatches": call_ops,
-        "stock_call_dispatches": (dispatches["stock"][1] - dispatches["stock"][0]) // between,
-        "request_dispatches": added_ops(0) - FEW * call_ops,
+        **counts("dispatches", dispatches),
+        **counts("functions", functions),
     }

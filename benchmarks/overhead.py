@@ -173,10 +173,11 @@ def host_line(cost: dict[str, Any]) -> str:
     """The cost at one rank in words."""
     low, high = cost["call_us_quartiles"]
     return (
-        f"One rank, plan single, against stock: {cost['call_us']:+.0f} us (quartiles {low:+.0f} to {high:+.0f}) and "
-        f"{cost['call_dispatches']:+d} dispatches a transformer call, of {cost['stock_call_us']:.0f} us and "
-        f"{cost['stock_call_dispatches']} dispatches; {cost['request_us']:+.0f} us and "
-        f"{cost['request_dispatches']:+d} dispatches a request."
+        f"One rank, plan single, added to stock: {cost['call_us']:+.0f} us (quartiles {low:+.0f} to {high:+.0f}), "
+        f"{cost['call_dispatches']:+d} dispatches and {cost['call_functions']:+d} function calls a transformer call "
+        f"of {cost['stock_call_us']:.0f} us, {cost['stock_call_dispatches']} dispatches and "
+        f"{cost['stock_call_functions']} function calls; {cost['request_us']:+.0f} us, "
+        f"{cost['request_dispatches']:+d} dispatches and {cost['request_functions']:+d} function calls a request."
     )
 
 

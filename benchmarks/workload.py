@@ -116,6 +116,8 @@ def serve(line: Connection, rank: int, store: str, threads: int, peer: str | Non
             line.send((seconds, latents.numpy()))
         if store:
             dist.destroy_process_group()
+    except EOFError:
+        return  # the parent has ended
     except Exception:  # noqa: BLE001  (whatever it is, the parent reports it)
         line.send(traceback.format_exc())
 
