@@ -71,12 +71,18 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Generate images. Progress goes to stderr, the files' paths to stdout."""
+    from ditpar.gang.server import drop_spare, prestart
+
+    prestart()  # it imports the heavy libraries while this process does too
     from ditpar.app.generate import Options, run
 
     given = Options(
         prompt, model, plan, ranks, size, steps, guidance, true_cfg, settings or [], seed, count, negative, out, source
     )
-    run(given, as_json)
+    try:
+        run(given, as_json)
+    finally:
+        drop_spare()
 
 
 @app.command()

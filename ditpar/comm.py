@@ -110,7 +110,8 @@ class Group:
         if self.size > 1 and tensor.numel():
             if self.index == source:
                 self.counters.sent(method, tensor, self.size - 1)
-            dist.broadcast(tensor, self.ranks[source], group=self.pg)
+            # The group of all ranks is a CPU one, for control; what lies on GPUs goes by the default group.
+            dist.broadcast(tensor, self.ranks[source], group=None if tensor.is_cuda else self.pg)
         return tensor
 
     def max(self, value: int) -> int:
@@ -122,17 +123,23 @@ class Group:
         return int(flag)
 
     def broadcast_tree(self, method: str, value: Any, source: int = 0, device: torch.device | None = None) -> Any:
-        """Any picklable value of the `source`-th rank, on all ranks. Its tensors travel as tensors, not in the pickle."""
+        """Any picklable value of the `source`-th rank, on all ranks. Its tensors travel as tensors, not in the pickle.
+
+        Only for the group of all ranks. CPU tensors arrive on the CPU, others on `device`.
+        """
         if self.size == 1:
             return value
         tensors: list[torch.Tensor] = []
         header: list[Any] = [None, None]
         if self.index == source:
             header[0] = _flatten(value, tensors)
-            header[1] = [(t.shape, t.dtype) for t in tensors]
+            header[1] = [(t.shape, t.dtype, t.device.type) for t in tensors]
         dist.broadcast_object_list(header, self.ranks[source], group=self.pg)
         if self.index != source:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[1]]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else device)
+                for shape, dtype, kind in header[1]
+            ]
         for i, tensor in enumerate(tensors):
             tensors[i] = self.broadcast(method, tensor.contiguous(), source)
         return value if self.index == source else _unflatten(header[0], tensors)

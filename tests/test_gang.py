@@ -129,7 +129,7 @@ CALLER = """
 import sys, threading, ditpar
 pipe = ditpar.load(plan="cfg=2")
 pipe.set_progress_bar_config(disable=True)
-server = pipe._gang._server[0].pid
+server = pipe._gang._server.process.pid
 def told(_, step, *__):
     if step == 2:
         print(server, *[m["pid"] for m in pipe._gang.memory()], flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import select
@@ -69,7 +68,7 @@ class LocalGang:
         self, world: int, threads: int, names: list[str], patience: tuple[float, float] = (600.0, 60.0)
     ) -> None:
         self.world, self.threads, self.names, self.patience = world, threads, names, patience
-        self._server: tuple[Any, Wire] | None = None
+        self._server: server.ForkServer | None = None
         self._members: list[_Member] = []
         self._interrupt = threading.Event()
 
@@ -79,22 +78,18 @@ class LocalGang:
 
     def start(self) -> None:
         """Forks the ranks; starts the fork server first if there is none."""
-        if self._server is None or self._server[0].poll() is not None:
-            self._server = server.start(self.names)
+        if self._server is None or not self._server.alive:
+            self._server = server.take()
             try:
-                self._server[1].receive()
+                self._server.preload(self.names)
             except EOFError:
                 self.close()
                 raise GangError("the fork server ended while it imported torch and diffusers") from None
-        control = self._server[1]
         for number in range(self.world):
             mine, theirs = socket.socketpair()
             stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
             with theirs:
-                control.send(("fork", (number, self.threads)))
-                fds = array.array("i", [theirs.fileno(), stacks])
-                control.sock.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-                pid = control.receive()
+                pid = self._server.fork(number, self.threads, [theirs.fileno(), stacks])
             self._members.append(_Member(number, pid, Wire(mine), stacks))
 
     def run(self, command: Setup | Command, on_callback: Callable[..., Any] | None = None) -> Any:
@@ -143,14 +138,8 @@ class LocalGang:
         """Ends the ranks and the fork server."""
         self.end()
         if self._server is not None:
-            process, control = self._server
+            self._server.close()
             self._server = None
-            control.close()
-            try:
-                process.wait(2)
-            except Exception:  # noqa: BLE001  whatever kept it, it goes now
-                process.kill()
-                process.wait()
 
     def _watch(self, on_callback: Callable[..., Any] | None) -> Any:
         first, least = self.patience
@@ -261,9 +250,8 @@ class LocalGang:
         if self._server is None:
             return "ended"
         try:
-            self._server[1].send(("reap", member.pid))
-            return str(self._server[1].receive())
-        except (EOFError, OSError):
+            return self._server.reap(member.pid)
+        except EOFError:
             return "ended with the fork server"
 
     def _fail(self, message: str, rank: int | None, remote_traceback: str) -> None:

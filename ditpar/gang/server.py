@@ -1,18 +1,20 @@
 """The fork server: a process that has imported the heavy libraries and forks ranks on request.
 
-`python -m ditpar.gang.server FD NAME...` serves the Unix socket FD. It is a process of its own, so a caller's script needs
+`python -m ditpar.gang.server FD` serves the Unix socket FD. It is a process of its own, so a caller's script needs
 no `if __name__ == "__main__"`, and has threads of no one. Ranks die with it, and it ends when the caller's end closes.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from typing import Any
 
@@ -23,14 +25,16 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
-    _preload(sys.argv[2:])
     control = Wire(sock)
-    control.send("ready")
+    _preload([])
     children: set[int] = set()
     try:
         while True:
             kind, value = control.receive()
-            if kind == "fork":
+            if kind == "preload":
+                _preload(value)
+                control.send("ready")
+            elif kind == "fork":
                 pid = _fork(sock, *value)
                 children.add(pid)
                 control.send(pid)
@@ -95,19 +99,73 @@ def _reap(pid: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-def start(names: list[str]) -> tuple[Any, Wire]:
-    """Starts a fork server. Returns its process and the control wire; it says `ready` when it has imported all."""
-    import subprocess
+class ForkServer:
+    """The caller's end of a fork server. It starts at once, and imports while the caller does other things."""
 
-    mine, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ditpar.gang.server", str(theirs.fileno()), *names],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the caller's to handle
-        )
-    return process, Wire(mine)
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ditpar.gang.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the caller's to handle
+            )
+        self.control = Wire(mine)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def preload(self, names: list[str]) -> None:
+        """Waits until the server has imported the libraries and these classes. Raises EOFError when it has ended."""
+        self._ask("preload", names)
+
+    def fork(self, rank: int, threads: int, fds: list[int]) -> int:
+        """Forks a rank that is given these file descriptors; its process number."""
+        self.control.send(("fork", (rank, threads)))
+        self.control.sock.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        return int(self.control.receive())
+
+    def reap(self, pid: int) -> str:
+        """How a rank has ended, in words."""
+        return str(self._ask("reap", pid))
+
+    def close(self) -> None:
+        self.control.close()
+        try:
+            self.process.wait(2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _ask(self, kind: str, value: Any) -> Any:
+        try:
+            self.control.send((kind, value))
+        except OSError:
+            raise EOFError from None
+        return self.control.receive()
+
+
+_spare: list[ForkServer] = []
+
+
+def prestart() -> None:
+    """Starts a fork server for whoever asks next. Cheap: it imports while the caller still does."""
+    if not _spare:
+        _spare.append(ForkServer())
+        atexit.register(drop_spare)
+
+
+def take() -> ForkServer:
+    """The server started beforehand, or a new one."""
+    return _spare.pop() if _spare else ForkServer()
+
+
+def drop_spare() -> None:
+    """Ends a server that nobody asked for."""
+    while _spare:
+        _spare.pop().close()
 
 
 if __name__ == "__main__":

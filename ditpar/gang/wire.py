@@ -6,10 +6,9 @@ import io
 import pickle
 import socket
 import struct
+import sys
 import threading
 from typing import Any
-
-import torch
 
 _LENGTH = struct.Struct("<Q")
 
@@ -54,6 +53,10 @@ class _Pickler(pickle.Pickler):
     """Tensors go as they look, not with the whole storage behind them."""
 
     def reducer_override(self, obj: Any) -> Any:
+        # Not imported here, so that a fork server is started before the caller has spent seconds on importing torch.
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return NotImplemented
         plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided
         if plain and obj.numel() * obj.element_size() < obj.untyped_storage().nbytes():
             return obj.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
