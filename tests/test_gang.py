@@ -28,7 +28,7 @@ SHORT: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent", "gen
 
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[Any]:
-    with ditpar.load(DEFAULT_MODEL, plan="ulysses=2", patience=(60.0, 4.0)) as loaded:
+    with ditpar.load(DEFAULT_MODEL, plan="ulysses=2", patience=(120.0, 15.0)) as loaded:
         loaded.set_progress_bar_config(disable=True)
         yield loaded
 
@@ -92,13 +92,13 @@ def test_a_rank_that_raises_in_its_own_code_gives_its_traceback(pipe: Any) -> No
 
 
 def test_ranks_that_all_hang_are_given_up_with_their_stacks() -> None:
-    with ditpar.load(DEFAULT_MODEL, plan="ulysses=2", patience=(6.0, 3.0)) as pipe:
+    with ditpar.load(DEFAULT_MODEL, plan="ulysses=2", patience=(12.0, 12.0)) as pipe:
         pids = [m["pid"] for m in pipe.memory()]
         pipe._now(pipe._command("set", ("hang",), (functools.partial(time.sleep, 1000),)))
         begun = time.monotonic()
-        with pytest.raises(GangError, match="no rank gave a sign of life for 6 s") as caught:
+        with pytest.raises(GangError, match="no rank gave a sign of life for 12 s") as caught:
             pipe._now(pipe._command("call", ("hang",)))
-        assert time.monotonic() - begun < 12 and gone(pids)
+        assert time.monotonic() - begun < 20 and gone(pids)
         assert caught.value.rank is None and caught.value.remote_traceback.count("in _do") == 2
 
 

@@ -22,11 +22,8 @@ MOVED = 1e-3
 BF16_RATIO = 1.2
 UNGUIDED = {"guidance"}
 """Variants that make one call a step, for which cfg=2 is refused."""
-UNBATCHED = {
-    "FluxKontextPipeline": "takes one reference for all",
-    "QwenImageEditPipeline": "makes one image a call",
-    "QwenImageEditPlusPipeline": "makes one image a call",
-}
+ONE_PROMPT = ("QwenImageEditPlusPipeline",)
+"""Pipelines that take one prompt a call; they make several images of it."""
 TWO = ("ulysses=2", "ring=2", "cfg=2", "data=2")
 THREE = ("ulysses=3", "ring=3")
 FOUR = ("ring=2,ulysses=2", "cfg=2,ulysses=2", "cfg=2,ring=2", "data=2,cfg=2", "data=2,ulysses=2")
@@ -39,11 +36,9 @@ def cases() -> Iterator[Case]:
                 degrees = Plan.parse(plan)
                 if degrees.cfg > 1 and variant.name in UNGUIDED:
                     continue
-                if degrees.data > 1 and variant.pipeline in UNBATCHED:
-                    continue
                 options: tuple[tuple[str, object], ...] = ()
                 if degrees.data > 1:
-                    options = (("batch", 2),)
+                    options = (("num_images_per_prompt" if variant.pipeline in ONE_PROMPT else "batch", 2),)
                 yield Case(family.name, variant.name, plan, options)
 
 
@@ -71,6 +66,7 @@ def test_parity(case: Case, worlds: Worlds) -> None:
     TABLE[case] = worst
 
 
+@pytest.mark.slow
 def test_table() -> None:
     """The table of docs/parity.md, from what the cases above measured in this run."""
     if set(TABLE) != set(CASES):
