@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ditpar.comm import Counters, Group
 from ditpar.errors import PlanError
@@ -44,9 +43,15 @@ class Mesh:
     counters: Counters = field(default_factory=Counters)
 
 
-_laid_out: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh | dist.ProcessGroup]]
-_laid_out = weakref.WeakKeyDictionary()
-"""Groups made in a process group, by layout: making them again at each `parallelize` would leak them."""
+_laid_out: dict[object, Any] = {}
+"""What was made in the present default process group, by layout: to make it again at each `parallelize` would leak it."""
+
+
+def _layouts() -> dict[object, Any]:
+    if _laid_out.get("group") is not dist.group.WORLD:
+        _laid_out.clear()  # another world: what belonged to the last one can go
+        _laid_out["group"] = dist.group.WORLD
+    return _laid_out
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
@@ -62,7 +67,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if world == 1:
         return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
-    made = _laid_out.setdefault(_default_group(), {})
+    made = _layouts()
 
     def once(key: object, make: Callable[[], Any]) -> Any:
         if key not in made:
@@ -100,9 +105,3 @@ def _channels(world: int) -> dict[int, Channel] | None:
     if not all(all_gather(wanted)):
         return None
     return connect(dist.get_rank(), world, all_gather, TIMEOUT_S)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
