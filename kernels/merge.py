@@ -8,6 +8,7 @@ whose keys are all masked has lse -inf, weight 0 and must be 0, not NaN; when bo
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from typing import Any
 
@@ -25,7 +26,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Returns:
         out like out_a, computed in fp32, and lse [batch, heads, tokens] in fp32.
     """
-    if out_a.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if (out_a.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _has_triton():
         return merge_triton(out_a, lse_a, out_b, lse_b)
     return merge_reference(out_a, lse_a, out_b, lse_b)
 
@@ -49,24 +50,31 @@ def merge_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     rows = batch * heads * tokens
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=out_a.device)
     block_rows, block_dim = 16, triton.next_power_of_2(dim)
-    _kernel()[(triton.cdiv(rows, block_rows),)](
-        out_a,
-        out_b,
-        lse_a,
-        lse_b,
-        lse,
-        rows,
-        heads,
-        tokens,
-        dim,
-        *out_a.stride(),
-        *out_b.stride(),
-        *lse_a.stride(),
-        *lse_b.stride(),
-        BLOCK_ROWS=block_rows,
-        BLOCK_DIM=block_dim,
-    )
+    with torch.cuda.device_of(out_a):  # Triton launches on the current device, whatever its arguments are on.
+        _kernel()[(triton.cdiv(rows, block_rows),)](
+            out_a,
+            out_b,
+            lse_a,
+            lse_b,
+            lse,
+            rows,
+            heads,
+            tokens,
+            dim,
+            *out_a.stride(),
+            *out_b.stride(),
+            *lse_a.stride(),
+            *lse_b.stride(),
+            BLOCK_ROWS=block_rows,
+            BLOCK_DIM=block_dim,
+        )
     return out_a, lse
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether the kernel can be made: torch for GPUs comes without triton on some platforms."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -81,7 +89,8 @@ def _kernel() -> Any:
         a_b, a_h, a_t, a_d, b_b, b_h, b_t, b_d, la_b, la_h, la_t, lb_b, lb_h, lb_t,
         BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        # In 64 bits, as offsets of a long video's batch pass 2**31.
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         col = tl.arange(0, BLOCK_DIM)
         live = row < rows
         token = row % tokens
