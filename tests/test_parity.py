@@ -81,7 +81,7 @@ def render() -> str:
     lines = [
         "# Parity",
         "",
-        "Made by `DITPAR_WRITE_DOCS=1 make test` (tests/test_parity.py). Tiny random-weight models, every rank against the",
+        "Made by `make docs` (tests/test_parity.py). Tiny random-weight models, every rank against the",
         "stock pipeline in the same process. *fp32*: relative L2 to stock; *bf16*: error of ditpar in bf16 against stock in",
         "fp32, over the error that stock in bf16 has; *sabotage*: the smallest distance when the method is broken on purpose",
         "(rows swapped, text counted twice, mask dropped, a message shifted by one row).",
