@@ -31,6 +31,9 @@ OPTION = {
     "height": "--size",
 }
 OPTION |= {"width": "--size", "num_inference_steps": "--steps"}
+TOKEN_SIDE = 16
+"""Pixels a side of an image token: 8 times down in the VAE, then 2 x 2 latents. Pipelines differ in what they do with
+other sizes: some draw a smaller picture, some raise in the midst of the work."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def run(options: Options, as_json: bool) -> None:
     plan = _plan(
         options, source, model, request, {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     )
-    calls = _calls(request, plan, source)
+    calls = _calls(options, request, plan, source)
     _check_out(options.out)
     many = sum(len(indices) for _, indices in calls) > 1
     console = Console(stderr=True)
@@ -125,6 +128,9 @@ def _request(options: Options, source: Record | None, model: Model, known: set[s
     for name in request.call():
         if name not in known:
             raise RequestError(f"{OPTION.get(name, name)}: {model.pipeline} takes no {name}")
+    for name, side in (("width", request.width), ("height", request.height)):
+        if side is not None and side % TOKEN_SIDE:
+            raise RequestError(f"--size: {name}={side} must be a multiple of {TOKEN_SIDE} for {model.pipeline}")
     if "num_frames" in known:
         raise RequestError(
             f"model: {model.pipeline} makes videos, which this command does not write yet; use ditpar.load"
@@ -170,14 +176,16 @@ def _plan(options: Options, source: Record | None, model: Model, request: Reques
     else:
         plan = auto(model.family, model.config, call, options.ranks or max(torch.cuda.device_count(), 1))
     if plan.data > 1:
+        if "num_images_per_prompt" not in defaults:
+            raise PlanError(f"plan: {plan}: {model.pipeline} takes no num_images_per_prompt; use cfg or ulysses")
         call["num_images_per_prompt"] = min(request.count, plan.data)
     plan.validate(model.family, model.config, call, options.ranks)
     return plan
 
 
-def _calls(request: Request, plan: Plan, source: Record | None) -> list[tuple[Request, list[int]]]:
+def _calls(options: Options, request: Request, plan: Plan, source: Record | None) -> list[tuple[Request, list[int]]]:
     """Engine calls, and which of their images are wanted. One image a call, unless the plan shares out a batch."""
-    if source and request.count == source.request.count > 1:
+    if source and not _changed(options) and request.count > 1:
         return [(request, [source.index])]
     if plan.data == 1:
         return [(request.single(i), [0]) for i in range(request.count)]
@@ -207,10 +215,7 @@ def _generate(pipe: Any, call: Request, known: set[str], console: Console) -> tu
 
         name = "callback_on_step_end" if "callback_on_step_end" in known else "callback"
         callback = {name: stepped} if name in known else {}
-        arguments = call.call()
-        if "num_images_per_prompt" in arguments and "num_images_per_prompt" not in known:
-            raise RequestError("--count with a data plan: the pipeline takes no num_images_per_prompt")
-        output = pipe(**arguments, generator=generators if call.count > 1 else generators[0], **callback)
+        output = pipe(**call.call(), generator=generators if call.count > 1 else generators[0], **callback)
         if not times:
             times.append(time.monotonic() - last)
     return output.images, times
