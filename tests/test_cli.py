@@ -73,6 +73,8 @@ def test_a_data_plan_makes_its_images_in_one_call_and_repeats_them(run: Run) -> 
     assert Image.open(paths[0]).tobytes() != Image.open(paths[1]).tobytes()
     code, _, _ = run("generate", "--from", paths[1], "--out", "again.png")
     assert Image.open("again.png").tobytes() == Image.open(paths[1]).tobytes()
+    code, out, _ = run("generate", "--from", paths[1], "--count", "2", "--out", "more")
+    assert code == 0 and [read_png(Path(p)).seed for p in out.split()] == [8, 9]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_a_data_plan_makes_its_images_in_one_call_and_repeats_them(run: Run) -> 
         (("x" * 20001,), 3, "20000 characters"),
         (("x", "--size", "100x256"), 3, "width=100 must be a multiple of 8"),
         (("x", "--size", "256x99999"), 3, "16384"),
+        (("x", "--size", "264x256"), 3, "width=264 must be a multiple of 16"),
         (("x", "--steps", "0"), 3, "steps=0"),
         (("x", "--count", "0"), 3, "count=0"),
         (("x", "--seed", "-1"), 3, "seed=-1"),
@@ -160,6 +163,24 @@ def broken(kind: str, folder: Path) -> Path:
 def test_broken_model_folders(run: Run, tmp_path_factory: pytest.TempPathFactory, kind: str, words: str) -> None:
     model = broken(kind, tmp_path_factory.mktemp("broken"))
     code, _, err = run("generate", "x", "--model", str(model))
+    assert code == 3 and words in err
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "args", "words"),
+    [
+        ("PixArtAlphaPipeline", ("--true-cfg", "3"), "--true-cfg: PixArtAlphaPipeline takes no true_cfg_scale"),
+        ("StableDiffusion3Pipeline", ("--set", "made_up=1"), "made_up: StableDiffusion3Pipeline takes callback"),
+        ("WanPipeline", (), "makes videos"),
+    ],
+)
+def test_arguments_are_those_of_the_models_pipeline(
+    run: Run, tmp_path_factory: pytest.TempPathFactory, pipeline: str, args: tuple[str, ...], words: str
+) -> None:
+    model = broken("nothing", tmp_path_factory.mktemp("model"))
+    index = model / "model_index.json"
+    index.write_text(index.read_text().replace("FluxPipeline", pipeline))
+    code, _, err = run("generate", "x", "--model", str(model), *args)
     assert code == 3 and words in err
 
 
