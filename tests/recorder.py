@@ -160,11 +160,11 @@ def check(logs: Sequence[Sequence[Call]]) -> list[str]:
     """Why ranks with these logs could fail or deadlock under NCCL; nothing when they cannot.
 
     Every call of a group comes from one thread of its rank; members of a group issue the same collectives in the same
-    order with the same sizes; sends meet receives of their size, batched ones batched ones, in order; and when every
-    call, or batch as a whole, waits until its counterparts are issued, all ranks reach their end. A group's first use
-    needs all its members, as NCCL makes communicators then.
+    order with the same sizes; sends meet receives of their size, batched ones batched ones, in order; a ring goes one
+    way round in its group; and when every call, or batch as a whole, waits until its counterparts are issued, all ranks
+    reach their end. A group's first use needs all its members, as NCCL makes communicators then.
     """
-    return [*_threads(logs), *_collectives(logs), *_pairs(logs), *_deadlock(logs)]
+    return [*_threads(logs), *_collectives(logs), *_pairs(logs), *_directions(logs), *_deadlock(logs)]
 
 
 def _threads(logs: Sequence[Sequence[Call]]) -> Iterator[str]:
@@ -214,6 +214,35 @@ def _pairs(logs: Sequence[Sequence[Call]]) -> Iterator[str]:
         if more:
             what = "sent but not received" if more > 0 else "received but not sent"
             yield f"{abs(more)} messages {name} are {what}"
+
+
+def _directions(logs: Sequence[Sequence[Call]]) -> Iterator[str]:
+    """A group's calls run in issue order, so what goes the other way round would wait for what goes this way.
+
+    A batch is a ring's when what comes from some members goes on as far to others, but not from all and to all. Two
+    members have no way round: both neighbours are the same.
+    """
+    ways: dict[Hashable, set[int]] = defaultdict(set)
+    for rank, log in enumerate(logs):
+        for step in _steps(log):
+            for group in dict.fromkeys(c.group for c in step if c.p2p and rank in c.group[1] and len(c.group[1]) > 2):
+                ways[group] |= _ways(rank, group[1], [c for c in step if c.group == group])
+    for group, found in ways.items():
+        if len(found) > 1:
+            name, ranks = group  # type: ignore[misc]
+            yield f"{name}{list(ranks)} is a ring both ways round; each direction needs a group of its own"
+
+
+def _ways(rank: int, ranks: tuple[int, ...], step: Step) -> set[int]:
+    """Which ways round the group this step sends, 1 or -1; none when it is no step of a ring."""
+    here, size = ranks.index(rank), len(ranks)
+    to, back = ({(ranks.index(c.peer) - here) % size for c in step if c.kind == kind} for kind in ("send", "recv"))
+    onward = {-away % size for away in back}  # what comes from one neighbour goes on to the other
+    if step[0].batch is None:
+        to = to or onward
+    elif to != onward or len(to) == size - 1:
+        return set()
+    return {{1: 1, size - 1: -1}[away] for away in to & {1, size - 1}}
 
 
 Step = list[Call]

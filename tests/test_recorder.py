@@ -39,11 +39,26 @@ def swap(peer: int, **options: int | None) -> list[Call]:
     return [send(peer, **options), recv(peer, **options)]  # type: ignore[arg-type]
 
 
+def ring(rank: int, size: int, way: int, name: str = "all", batch: int | None = 1) -> list[Call]:
+    """What one rank issues for a step of a ring, one way round or the other."""
+    group = (name, tuple(range(size)))
+    after, before = (rank + way) % size, (rank - way) % size
+    return [send(after, batch=batch, group=group), recv(before, batch=batch, group=group)]
+
+
+BOTH_WAYS = "is a ring both ways round"
 GOOD: dict[str, list[list[Call]]] = {
     "nothing": [[], []],
     "batched swap": [swap(1), swap(0)],
     "unbatched in turn": [[send(1, batch=None), recv(1, batch=None)], [recv(0, batch=None), send(0, batch=None)]],
     "ring of three": [[send((r + 1) % 3, group=ALL), recv((r - 1) % 3, group=ALL)] for r in range(3)],
+    "exchange of three": [[f(p, group=ALL) for p in range(3) if p != r for f in (send, recv)] for r in range(3)],
+    "exchange of three, one with nothing to receive": [
+        [send(1, group=ALL), recv(1, group=ALL), recv(2, group=ALL)],
+        [send(0, group=ALL), recv(0, group=ALL), recv(2, group=ALL)],
+        [send(0, group=ALL), send(1, group=ALL)],
+    ],
+    "each way round in its group": [[*ring(r, 3, 1), *ring(r, 3, -1, name="other")] for r in range(3)],
     "two groups": [[reduce(), reduce(4, ALL)], [reduce(), reduce(4, ALL)], [reduce(4, ALL)]],
 }
 BAD: dict[str, tuple[list[list[Call]], str]] = {
@@ -66,6 +81,12 @@ BAD: dict[str, tuple[list[list[Call]], str]] = {
     "first use without a member": (
         [[replace(c, group=ALL) for c in swap(1 - r)] for r in (0, 1)] + [[]],
         "2 has ended",
+    ),
+    "ring both ways in turn": ([[*ring(r, 3, 1), *ring(r, 3, -1, batch=2)] for r in range(3)], BOTH_WAYS),
+    "ring both ways in a batch": ([[*ring(r, 4, 1), *ring(r, 4, -1)] for r in range(4)], BOTH_WAYS),
+    "unbatched ring both ways": (
+        [[c for way in (1, -1) for c in ring(r, 3, way, batch=None)[:: -1 if r else 1]] for r in range(3)],
+        BOTH_WAYS,
     ),
     "two threads": ([[reduce(), replace(reduce(), thread=1)], [reduce(), reduce()]], "rank 0 calls two[0, 1] from 2"),
 }
@@ -128,6 +149,20 @@ def test_no_plan_deadlocks(family: str, plan: str, worlds: Worlds) -> None:
     assert check(logs) == []
     assert all(any(call.p2p for call in log) for log in logs), "nothing was recorded"
     assert all(call.batch is not None for log in logs for call in log if call.p2p)
+
+
+@pytest.mark.parametrize("plan", ["ring=3", "ring=4"])
+def test_a_ring_goes_one_way_round(plan: str, worlds: Worlds) -> None:
+    logs = worlds(Plan.parse(plan).world).run(record, "flux", plan)
+    assert check(logs) == []
+    for log in logs:  # the same messages the other way round, in the same group
+        log += [
+            replace(call, kind={"send": "recv", "recv": "send"}[call.kind], batch=-call.batch)
+            for call in log
+            if call.batch is not None
+        ]
+    (found,) = check(logs)
+    assert BOTH_WAYS in found
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
