@@ -1,6 +1,7 @@
 """What ditpar costs: host time and dispatches at one rank, and two ranks against what two processes could reach.
 
-    python benchmarks/overhead.py [--quick] [--tokens 1024 4096] [--steps 10] [--repeats 5] [--out FILE.json]
+    python benchmarks/overhead.py [--quick] [--methods cfg ulysses ring diffusers] [--tokens 1024 4096] [--steps 10]
+        [--repeats 5] [--out FILE.json]
 
 All ways to run a request are timed in turn, again and again, so that a busy machine slows all of them alike. The
 *ceiling* is what two independent one-thread processes reach together in the same run: cores share caches, memory and
@@ -48,12 +49,18 @@ CELLS = (
     Cell("diffusers ring_degree=2", "peer ring_degree"),
 )
 ALONE, ALONE_GUIDED, BOTH = (cell.name for cell in CELLS[:3])
+METHODS = ("cfg", "ulysses", "ring", "diffusers")
+
+
+def chosen(methods: list[str]) -> list[Cell]:
+    """The cells of some methods, and those that they are compared with."""
+    return [c for c in CELLS if not (c.plan or c.processes.startswith("peer")) or c.name.startswith(tuple(methods))]
 
 
 class Processes:
     """The worlds by name; `first` is rank 0 of `world` by itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cells: list[Cell]) -> None:
         self.faults: dict[str, str] = {}
         self._all: list[Any] = []
         self._spawn = multiprocessing.get_context("spawn")
@@ -63,8 +70,9 @@ class Processes:
             "threads": self._start(1, "", threads=2),
         }
         self._lines["first"] = self._lines["world"][:1]
-        for degree in ("ulysses_degree", "ring_degree"):
-            self._lines[f"peer {degree}"] = self._start(2, degree, peer=degree)
+        for peer in (cell.processes for cell in cells if cell.processes.startswith("peer ")):
+            degree = peer.removeprefix("peer ")
+            self._lines[peer] = self._start(2, degree, peer=degree)
         for name, lines in self._lines.items():
             if name != "first":
                 self._answers(name, lines)
@@ -116,12 +124,12 @@ class Processes:
             process.kill()
 
 
-def measure(processes: Processes, load: Load, repeats: int) -> list[dict[str, Any]]:
+def measure(processes: Processes, cells: list[Cell], load: Load, repeats: int) -> list[dict[str, Any]]:
     """Rows of the table at one number of tokens."""
-    seconds: dict[str, list[float]] = {cell.name: [] for cell in CELLS}
+    seconds: dict[str, list[float]] = {cell.name: [] for cell in cells}
     results: dict[str, np.ndarray] = {}
     for repeat in range(-1, repeats):
-        for cell in CELLS:
+        for cell in cells:
             # The first round warms up, with as few steps as it takes.
             ran = processes.run(cell, load if repeat >= 0 else Load(load.tokens, 2))
             if ran and repeat >= 0:
@@ -129,7 +137,7 @@ def measure(processes: Processes, load: Load, repeats: int) -> list[dict[str, An
                 results[cell.name] = ran[1]
     ceiling = [2 * a / b for a, b in zip(seconds[ALONE], seconds[BOTH], strict=True)]
     rows = []
-    for cell in CELLS:
+    for cell in cells:
         times = seconds[cell.name]
         row: dict[str, Any] = {"cell": cell.name, "tokens": load.tokens}
         rows.append(row)
@@ -184,6 +192,7 @@ def host_line(cost: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1024 tokens, 4 steps, 2 repeats: to see that it works")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096], help="image tokens, square numbers")
     parser.add_argument("--steps", type=int, default=10, help="transformer calls of a request; guided: half the steps")
     parser.add_argument("--repeats", type=int, default=5)
@@ -201,10 +210,11 @@ def main() -> None:
     print(host_line(cost), end="\n\n", flush=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        processes = Processes(Path(folder))
+        cells = chosen(options.methods)
+        processes = Processes(Path(folder), cells)
         try:
             for tokens in options.tokens:
-                rows += measure(processes, Load(tokens, options.steps), options.repeats)
+                rows += measure(processes, cells, Load(tokens, options.steps), options.repeats)
         finally:
             processes.close()
     print(table(rows))
