@@ -165,7 +165,9 @@ def take() -> ForkServer:
 def drop_spare() -> None:
     """Ends a server that nobody asked for."""
     while _spare:
-        _spare.pop().close()
+        server = _spare.pop()
+        server.process.kill()  # it has forked nothing, and in the midst of its imports it would hear nothing else
+        server.close()
 
 
 if __name__ == "__main__":
