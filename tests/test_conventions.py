@@ -114,6 +114,31 @@ def test_an_interrupt_on_any_rank_stops_all_at_the_same_step(rank: int, worlds: 
         assert steps == 2 and error <= EXACT
 
 
+def interrupted_while_ranks_agree() -> int:
+    """Rank 0 is told to stop just after all have agreed to go on."""
+    pipe = ditpar.parallelize(tiny.build(FLUX), "cfg=2")
+    world, steps = pipe._ditpar.mesh.world, []
+    agree = world.max
+
+    def late(value: int) -> int:
+        agreed = agree(value)
+        if dist.get_rank() == 0 and steps:
+            pipe._interrupt = True
+        return agreed
+
+    world.max = late
+    pipe._ditpar.on_step = lambda: steps.append(1)
+    try:
+        pipe(**tiny.inputs(FLUX, pipe, steps=5))
+    finally:
+        del world.max
+    return len(steps)
+
+
+def test_an_interrupt_that_comes_between_waits_for_the_next_step(worlds: Worlds) -> None:
+    assert worlds(2).run(interrupted_while_ranks_agree) == [2, 2]
+
+
 def random_state() -> None:
     rank = dist.get_rank()
     pipe = tiny.build(FLUX)

@@ -32,6 +32,7 @@ class Engine:
     Attributes:
         plan, family, mesh: what was bound.
         branches: counts of deferred guidance calls, under a plan with cfg.
+        serves: the thread whose request is running.
         on_step: called after each denoising step, on every rank, by whoever watches over them.
     """
 
@@ -41,6 +42,7 @@ class Engine:
         self.bindings = {name: Binding(name, family, self.mesh) for name in transformer_names(pipe)}
         self.branches = Branches(self.mesh.cfg) if plan.cfg > 1 else None
         self.busy = threading.Lock()
+        self.serves: int | None = None
         self.on_step: Callable[[], None] | None = None
 
     @property
@@ -54,6 +56,7 @@ class Engine:
                 "this pipeline is already serving a request; ditpar.load() serves several threads in turn"
             )
         changes = Changes()
+        self.serves = threading.get_ident()
         try:
             bound = inspect.signature(self.stock.__call__).bind(pipe, *args, **kwargs)
             bound.apply_defaults()
@@ -77,6 +80,7 @@ class Engine:
             changes.undo()
             if self.branches:
                 self.branches.waiting.clear()
+            self.serves = None
             self.busy.release()
 
     def _check(self, pipe: Any, call: dict[str, Any]) -> None:
@@ -141,11 +145,13 @@ def _private_class(stock: type) -> type:
             """Whether to stop; the loop reads it once a step, and any rank's wish holds for all."""
             wish = bool(stock.interrupt.fget(self))
             engine: Engine = self._ditpar
-            if not engine.busy.locked() or engine.mesh.world.size == 1:
+            if engine.serves != threading.get_ident() or engine.mesh.world.size == 1:
                 return wish
-            if engine.mesh.world.max(int(wish)):
+            # Only what was agreed on: a wish that comes meanwhile, from another thread, is for the next step.
+            agreed = bool(engine.mesh.world.max(int(wish)))
+            if agreed:
                 self._interrupt = True
-            return bool(self._interrupt)
+            return agreed
 
         body["interrupt"] = property(interrupt)
     body.update(__module__=stock.__module__, __qualname__=stock.__qualname__, __doc__=stock.__doc__)
