@@ -1,0 +1,336 @@
+"""Which operations are row-local, and how rows of their results come from rows of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ditpar.dataflow.deferred import Deferred, Evaluate
+
+aten: Any = torch.ops.aten
+
+
+class Rows(NamedTuple):
+    """The row dim of a result, and how its rows [lo, hi) are computed."""
+
+    dim: int
+    evaluate: Evaluate
+
+
+VIEWS = frozenset(
+    {
+        aten.alias.default,
+        aten.chunk.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unbind.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+    }
+)
+LIKE = frozenset(
+    getattr(aten, f"{name}_like").default for name in ("empty", "full", "ones", "rand", "randn", "zeros")
+) | {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+"""Operations that look at shape, dtype and device alone."""
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten.contiguous.default, aten.lift_fresh.default})
+_ALONG = frozenset(
+    {
+        aten.all.dim,
+        aten.amax.default,
+        aten.amin.default,
+        aten.any.dim,
+        aten.linalg_vector_norm.default,
+        aten.logsumexp.default,
+        aten.mean.dim,
+        aten.norm.ScalarOpt_dim,
+        aten.prod.dim_int,
+        aten.std.correction,
+        aten.sum.dim_IntList,
+        aten.var.correction,
+    }
+)
+"""Reductions along given dims."""
+_WITHIN = frozenset({aten._softmax.default, aten._log_softmax.default, aten.cumsum.default, aten.flip.default})
+"""Operations along given dims that keep the shape."""
+
+
+def deferred(tree: Any) -> list[Deferred]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Deferred)]
+
+
+def plain(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, Deferred)]
+
+
+def local(func: Any, args: Any, kwargs: Any, outputs: Any) -> list[Rows] | None:
+    """Rows of each output, or None when the operation is not known to be row-local.
+
+    Args:
+        outputs: what the operation gives on meta tensors: one tensor or several.
+    """
+    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+        found = _pointwise(func, args, kwargs, outputs)
+        return None if found is None else [found]
+    rule = _RULES.get(func)
+    return rule(func, args, kwargs, outputs) if rule is not None else None
+
+
+def _common(nodes: Sequence[Deferred], ndim: int) -> tuple[int, int] | None:
+    """The row dim (aligned from the right in `ndim` dims) and number of rows that all share."""
+    places = {(node._row + ndim - node.ndim, node.rows) for node in nodes}
+    return places.pop() if len(places) == 1 else None
+
+
+def _cut(value: Any, dim: int, rows: int, lo: int, hi: int) -> Any:
+    """Rows of an operand: of a Deferred, or of a plain tensor that has them along `dim`."""
+    if isinstance(value, Deferred):
+        return value.band(lo, hi)
+    if isinstance(value, Tensor) and 0 <= dim < value.ndim and value.shape[dim] == rows:
+        return value.narrow(dim, lo, hi - lo)
+    return value
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any, out: Any) -> Rows | None:
+    if not isinstance(out, Tensor):
+        return None
+    place = _common(deferred((args, kwargs)), out.ndim)
+    if place is None or out.shape[place[0]] != place[1]:
+        return None
+    dim, rows = place
+
+    def evaluate(lo: int, hi: int) -> Tensor:
+        def cut(value: Any) -> Any:
+            back = value.ndim - out.ndim if isinstance(value, Tensor) else 0
+            return _cut(value, dim + back, rows, lo, hi)
+
+        cut_args, cut_kwargs = tree_map(cut, (args, kwargs))
+        return func(*cut_args, **cut_kwargs)
+
+    return Rows(dim, evaluate)
+
+
+def _joined(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
+    """cat and stack."""
+    tensors = args[0]
+    stacks = func is aten.stack.default
+    dim = _named(func, args, kwargs, "dim", 0) % out.ndim
+    place = _common(deferred(tensors), tensors[0].ndim)
+    if place is None or len({t.ndim for t in tensors}) > 1:
+        return None
+    row, rows = place
+    if not stacks and dim == row:
+        return [Rows(row, _along(tensors, row))]
+    if any(t.shape[row] != rows for t in tensors):
+        return None
+
+    def evaluate(lo: int, hi: int) -> Tensor:
+        return func([_cut(t, row, rows, lo, hi) for t in tensors], dim)
+
+    return [Rows(row + (stacks and dim <= row), evaluate)]
+
+
+def _along(tensors: Sequence[Any], row: int) -> Evaluate:
+    """Rows of tensors laid end to end."""
+
+    def evaluate(lo: int, hi: int) -> Tensor:
+        parts, first = [], 0
+        for t in tensors:
+            a, b = max(lo - first, 0), min(hi - first, t.shape[row])
+            if a < b:
+                parts.append(t.band(a, b) if isinstance(t, Deferred) else t.narrow(row, a, b - a))
+            first += t.shape[row]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, row)
+
+    return evaluate
+
+
+def _same(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows]:
+    node: Deferred = args[0]
+    return [Rows(node._row, lambda lo, hi: func(node.band(lo, hi), *args[1:], **kwargs))]
+
+
+def _moved(place: Callable[[Deferred, Any], int | None]) -> Callable[..., list[Rows] | None]:
+    """A rule for views that carry the row dim elsewhere: `place(node, args)`, None if it does not survive."""
+
+    def rule(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
+        node: Deferred = args[0]
+        dim = place(node, args)
+        if dim is None:
+            return None
+        return [Rows(dim, lambda lo, hi: func(node.band(lo, hi), *args[1:], **kwargs))]
+
+    return rule
+
+
+def _transposed(node: Deferred, args: Any) -> int:
+    a, b = (d % node.ndim for d in args[1:3])
+    return {a: b, b: a}.get(node._row, node._row)
+
+
+def _squeezed(node: Deferred, args: Any) -> int | None:
+    dims = range(node.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = {d % node.ndim for d in dims if node.shape[d] == 1}
+    return None if node._row in gone else node._row - sum(d < node._row for d in gone)
+
+
+def _unsqueezed(node: Deferred, args: Any) -> int:
+    return node._row + (args[1] % (node.ndim + 1) <= node._row)
+
+
+def _selected(node: Deferred, args: Any) -> int | None:
+    dim = args[1] % node.ndim
+    return None if dim == node._row else node._row - (dim < node._row)
+
+
+def _sliced(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
+    node: Deferred = args[0]
+    dim, first, _, step = ([*args[1:], None, None, None, None])[:4]
+    if (dim or 0) % node.ndim != node._row:
+        return _same(func, args, kwargs, out)
+    if step not in (None, 1):
+        return None
+    skip = 0 if first is None else min(max(first + node.rows if first < 0 else first, 0), node.rows)
+    return [Rows(node._row, lambda lo, hi: node.band(lo + skip, hi + skip))]
+
+
+def _pieces(func: Any, args: Any, kwargs: Any, outputs: Any) -> list[Rows]:
+    """split and chunk, along the rows or across them; unbind across them."""
+    node: Deferred = args[0]
+    dim = _named(func, args, kwargs, "dim", 0) % node.ndim
+    found, first = [], 0
+    for i, out in enumerate(outputs):
+        if dim == node._row:
+            found.append(Rows(dim, lambda lo, hi, first=first: node.band(lo + first, hi + first)))  # type: ignore[misc]
+            first += out.shape[dim]
+        else:
+            row = node._row - (func is aten.unbind.int and dim < node._row)
+            found.append(Rows(row, lambda lo, hi, i=i: func(node.band(lo, hi), *args[1:], **kwargs)[i]))  # type: ignore[misc]
+    return found
+
+
+def _unbound(func: Any, args: Any, kwargs: Any, outputs: Any) -> list[Rows] | None:
+    node: Deferred = args[0]
+    if _named(func, args, kwargs, "dim", 0) % node.ndim == node._row:
+        return None
+    return _pieces(func, args, kwargs, outputs)
+
+
+def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
+    """Views and expansions that keep the row dim whole."""
+    node: Deferred = args[0]
+    if func is aten.expand.default:
+        dim: int | None = node._row + out.ndim - node.ndim
+        dim = dim if out.shape[dim] == node.rows else None
+    else:
+        before = math.prod(node.shape[: node._row])
+        places = (d for d in range(out.ndim) if math.prod(out.shape[:d]) == before and out.shape[d] == node.rows)
+        dim = next(places, None)
+    if dim is None:
+        return None
+    row = dim
+
+    def evaluate(lo: int, hi: int) -> Tensor:
+        shape = [*out.shape[:row], hi - lo, *out.shape[row + 1 :]]
+        part = node.band(lo, hi)
+        return part.expand(shape) if func is aten.expand.default else part.reshape(shape)
+
+    return [Rows(row, evaluate)]
+
+
+def _dims(func: Any, args: Any, kwargs: Any, ndim: int) -> set[int] | None:
+    name = "dims" if func is aten.flip.default else "dim"
+    dims = _named(func, args, kwargs, name, None)
+    if dims is None or dims == []:
+        return None
+    return {d % ndim for d in ([dims] if isinstance(dims, int) else dims)}
+
+
+def _reduced(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
+    node: Deferred = args[0]
+    dims = _dims(func, args, kwargs, node.ndim)
+    if dims is None or node._row in dims:
+        return None
+    gone = func in _ALONG and not _named(func, args, kwargs, "keepdim", False)
+    row = node._row - (sum(d < node._row for d in dims) if gone else 0)
+    return [Rows(row, lambda lo, hi: func(node.band(lo, hi), *args[1:], **kwargs))]
+
+
+def _named(func: Any, args: Any, kwargs: Any, name: str, default: Any) -> Any:
+    """An argument of an operation by the name that its schema gives it."""
+    if name in kwargs:
+        return kwargs[name]
+    names = [a.name for a in func._schema.arguments]
+    place = names.index(name) if name in names else len(args)
+    return args[place] if place < len(args) else default
+
+
+def einsum(equation: Any, operands: Sequence[Any]) -> Rows | None:
+    """Rows of a sum of products whose row index is kept, not summed over."""
+    if not isinstance(equation, str) or "->" not in equation:
+        return None
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    free = [chr(c) for c in range(0x3B1, 0x3C9)]  # Greek letters for the dims that "..." stands for
+    width = max((op.ndim - len(t) + 3 for t, op in zip(terms, operands, strict=True) if "..." in t), default=0)
+
+    def spelled(term: str, ndim: int) -> str:
+        dots = ndim - len(term) + 3
+        return term.replace("...", "".join(free[width - dots : width])) if "..." in term else term
+
+    spelled_terms = [spelled(t, op.ndim) for t, op in zip(terms, operands, strict=True)]
+    result = right.replace("...", "".join(free[:width]))
+    places = {(t[op._row], op.rows) for t, op in zip(spelled_terms, operands, strict=True) if isinstance(op, Deferred)}
+    if len(places) != 1:
+        return None
+    label, rows = places.pop()
+    if result.count(label) != 1 or any(t.count(label) > 1 for t in spelled_terms):
+        return None
+
+    def evaluate(lo: int, hi: int) -> Tensor:
+        return torch.einsum(
+            equation, *[_cut(op, t.find(label), rows, lo, hi) for t, op in zip(spelled_terms, operands, strict=True)]
+        )
+
+    return Rows(result.index(label), evaluate)
+
+
+_RULES: dict[Any, Callable[..., list[Rows] | None]] = {
+    aten.cat.default: _joined,
+    aten.stack.default: _joined,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.slice.Tensor: _sliced,
+    aten.permute.default: _moved(lambda node, args: [d % node.ndim for d in args[1]].index(node._row)),
+    aten.transpose.int: _moved(_transposed),
+    aten.t.default: _moved(lambda node, _: node.ndim - 1 - node._row),
+    aten.squeeze.default: _moved(_squeezed),
+    aten.squeeze.dim: _moved(_squeezed),
+    aten.squeeze.dims: _moved(_squeezed),
+    aten.unsqueeze.default: _moved(_unsqueezed),
+    aten.select.int: _moved(_selected),
+    aten.split.Tensor: _pieces,
+    aten.split_with_sizes.default: _pieces,
+    aten.chunk.default: _pieces,
+    aten.unbind.int: _unbound,
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.expand.default: _viewed,
+    **dict.fromkeys(_COPIES, _same),
+    **dict.fromkeys(_ALONG | _WITHIN, _reduced),
+}
