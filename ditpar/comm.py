@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ditpar.shared import Channel
 
@@ -33,7 +34,7 @@ class Counters(defaultdict[str, Count]):
     def __init__(self) -> None:
         super().__init__(Count)
 
-    def sent(self, method: str, tensor: torch.Tensor, times: int = 1) -> None:
+    def sent(self, method: str, tensor: Tensor, times: int = 1) -> None:
         self[method].bytes += tensor.numel() * tensor.element_size() * times
         self[method].messages += times
 
@@ -47,7 +48,7 @@ class Work(Protocol):
 @dataclass
 class _Arrival:
     channel: Channel
-    into: torch.Tensor
+    into: Tensor
 
     def wait(self) -> None:
         self.channel.recv(self.into)
@@ -80,7 +81,7 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def exchange(self, method: str, send: Sequence[torch.Tensor | None], recv: Sequence[torch.Tensor | None]) -> None:
+    def exchange(self, method: str, send: Sequence[Tensor | None], recv: Sequence[Tensor | None]) -> None:
         """Sends `send[i]` to the i-th rank and fills `recv[i]` from it; None and empty tensors are left out.
 
         Tensors must be contiguous. The own position is ignored.
@@ -89,23 +90,42 @@ class Group:
         for work in self._start(method, [(p, send[p]) for p in peers], [(p, recv[p]) for p in peers]):
             work.wait()
 
-    def shift(self, method: str, send: torch.Tensor, recv: torch.Tensor) -> list[Work]:
+    def shift(self, method: str, send: Tensor, recv: Tensor) -> list[Work]:
         """Starts one ring step: `send` goes to the next rank, `recv` is filled by the previous. Returns what to wait for."""
         after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
         return self._start(method, [(after, send)], [(before, recv)])
 
-    def all_gather(self, method: str, mine: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    def all_gather(self, method: str, mine: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         """Concatenates every rank's part along `dim`; part i has `sizes[i]` there and may be empty."""
         moved = mine.movedim(dim, 0).contiguous()
         whole = moved.new_empty((sum(sizes), *moved.shape[1:]))
-        parts: list[torch.Tensor | None] = list(whole.split(list(sizes)))
+        parts: list[Tensor | None] = list(whole.split(list(sizes)))
         own = parts[self.index]
         assert own is not None
         own.copy_(moved)
         self.exchange(method, [moved] * self.size, parts)
         return whole.movedim(0, dim)
 
-    def broadcast(self, method: str, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+    def send(self, method: str, tensor: Tensor, peer: int, ahead: int) -> Work | None:
+        """Starts sending to the `peer`-th rank, which may be up to `ahead` messages behind. Returns what to wait for.
+
+        The tensor must be contiguous and stay as it is until then.
+        """
+        self.counters.sent(method, tensor)
+        if self.channels is not None:
+            self.channels[self.ranks[peer]].send(tensor, ahead)
+            return None
+        return dist.isend(tensor, self.ranks[peer], group=self.pg)
+
+    def recv(self, into: Tensor, peer: int) -> Work:
+        """Starts filling a tensor with the next message of the `peer`-th rank. Returns what to wait for."""
+        if self.channels is not None:
+            return _Arrival(self.channels[self.ranks[peer]], into)
+        work = dist.irecv(into, self.ranks[peer], group=self.pg)
+        assert work is not None
+        return work
+
+    def broadcast(self, method: str, tensor: Tensor, source: int = 0) -> Tensor:
         """Fills `tensor` on every rank with that of the `source`-th rank, in place."""
         if self.size > 1 and tensor.numel():
             if self.index == source:
@@ -122,6 +142,13 @@ class Group:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.pg)
         return int(flag)
 
+    def max_later(self, value: int) -> tuple[Tensor, Work | None]:
+        """Starts agreeing on the largest of all ranks' values: a tensor that holds it once the work has ended."""
+        flag = torch.tensor([value], dtype=torch.int64)
+        return flag, None if self.size == 1 else dist.all_reduce(
+            flag, op=dist.ReduceOp.MAX, group=self.pg, async_op=True
+        )
+
     def broadcast_tree(self, method: str, value: Any, source: int = 0, device: torch.device | None = None) -> Any:
         """Any picklable value of the `source`-th rank, on all ranks. Its tensors travel as tensors, not in the pickle.
 
@@ -129,7 +156,7 @@ class Group:
         """
         if self.size == 1:
             return value
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         header: list[Any] = [None, None]
         if self.index == source:
             header[0] = _flatten(value, tensors)
@@ -147,8 +174,8 @@ class Group:
     def _start(
         self,
         method: str,
-        send: Sequence[tuple[int, torch.Tensor | None]],
-        recv: Sequence[tuple[int, torch.Tensor | None]],
+        send: Sequence[tuple[int, Tensor | None]],
+        recv: Sequence[tuple[int, Tensor | None]],
     ) -> list[Work]:
         out = [(self.ranks[peer], tensor) for peer, tensor in send if tensor is not None and tensor.numel()]
         into = [(self.ranks[peer], tensor) for peer, tensor in recv if tensor is not None and tensor.numel()]
@@ -164,31 +191,31 @@ class Group:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        if not isinstance(obj, Tensor):
             return None
         self.tensors.append(obj.detach())
         return len(self.tensors) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
+    def persistent_load(self, pid: int) -> Tensor:
         return self.tensors[pid]
 
 
-def _flatten(value: Any, tensors: list[torch.Tensor]) -> bytes:
+def _flatten(value: Any, tensors: list[Tensor]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, tensors).dump(value)
     return file.getvalue()
 
 
-def _unflatten(data: bytes, tensors: list[torch.Tensor]) -> Any:
+def _unflatten(data: bytes, tensors: list[Tensor]) -> Any:
     return _Unpickler(io.BytesIO(data), tensors).load()

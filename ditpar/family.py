@@ -60,6 +60,19 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """The module that makes tokens of latents, row by row.
+
+    Attributes:
+        module: path below the transformer.
+        dim: the dim of its input, of its output and of the latents that counts rows.
+    """
+
+    module: str
+    dim: int
+
+
+@dataclass(frozen=True)
 class Family:
     """Facts about one transformer class.
 
@@ -73,10 +86,15 @@ class Family:
         joint: order of text and image in the joint sequence; None when text is reached by cross-attention.
         sites: attention submodules of a block that mix image rows, and the tokens of their sequence.
         processors: attention processor classes proved to make one attention call each at a site.
+        not_empty: functions of the processors' modules that fail on a text of no tokens, which they are spared.
         slices: further per-token tensors.
         exit: the module whose output's dim 1 counts image tokens and is gathered.
         batched: transformer arguments whose dim 0 (or length) is the batch.
         static: transformer arguments equal for all of the batch.
+        embed: what makes tokens of latents.
+        per_step: modules whose outputs are the same for all image tokens of a call, by path; `*` stands for a number.
+        per_request: modules whose outputs depend on nothing that changes from step to step.
+        text: submodules of a block that work on text tokens alone.
         output: shape rule of the transformer's output: like its `tokens` input, or a `latent` with out_channels.
         cfg: how classifier-free guidance is done.
         heads_key: config key of the number of attention heads.
@@ -98,6 +116,11 @@ class Family:
     static: tuple[str, ...]
     output: Literal["tokens", "latent"]
     cfg: Guidance
+    embed: Embed
+    per_step: tuple[str, ...]
+    per_request: tuple[str, ...]
+    text: tuple[str, ...] = ()
+    not_empty: tuple[str, ...] = ()
     slices: tuple[Slice, ...] = ()
     heads_key: str = "num_attention_heads"
     defaults: Mapping[str, Any] = field(default_factory=dict)

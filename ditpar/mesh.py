@@ -29,6 +29,8 @@ class Mesh:
         cfg: ranks that run the branches of guidance.
         ulysses, ring: ranks that share one token sequence.
         sequence: ring x ulysses, ring outermost.
+        pipe: the stages of one model, in order.
+        back: the same ranks, for what goes from the last stage to the first: a communicator of its own.
         world: all ranks, over a CPU-capable backend (control messages).
     """
 
@@ -39,6 +41,8 @@ class Mesh:
     ulysses: Group
     ring: Group
     sequence: Group
+    pipe: Group
+    back: Group
     world: Group
     counters: Counters = field(default_factory=Counters)
 
@@ -65,7 +69,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     counters = Counters()
     alone = Group([dist.get_rank() if dist.is_initialized() else 0], 0, None, counters)
     if world == 1:
-        return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, counters)
+        return Mesh(plan, *[alone] * 9, counters=counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
     made = _layouts()
 
@@ -89,8 +93,30 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
     control = None if dist.get_backend() == "gloo" else once("control", lambda: dist.new_group(backend="gloo"))
     everyone = Group(range(world), dist.get_rank(), control, counters)
-    sequence, batch = group("ring", "ulysses"), group("data", "cfg")
-    return Mesh(plan, batch, group("cfg"), group("data"), group("ulysses"), group("ring"), sequence, everyone, counters)
+    pipe = group("pipe")
+    back = pipe
+    if plan.pipe > 1 and channels is None:
+        rows = mesh.mesh.movedim(list(degrees).index("pipe"), -1).reshape(-1, plan.pipe).tolist()
+        back = Group(pipe.ranks, pipe.index, once((layout, "back"), lambda: _own_group(rows)), counters)
+    return Mesh(
+        plan,
+        batch=group("data", "cfg"),
+        cfg=group("cfg"),
+        data=group("data"),
+        ulysses=group("ulysses"),
+        ring=group("ring"),
+        sequence=group("ring", "ulysses"),
+        pipe=pipe,
+        back=back,
+        world=everyone,
+        counters=counters,
+    )
+
+
+def _own_group(lists: list[list[int]]) -> dist.ProcessGroup:
+    """A new process group of this rank's list. Every rank makes all of them, in the same order."""
+    mine, _ = dist.new_subgroups_by_enumeration(lists)
+    return mine
 
 
 def _channels(world: int) -> dict[int, Channel] | None:

@@ -15,11 +15,11 @@ AXES = ("data", "cfg", "step", "pipe", "displaced", "ring", "ulysses", "tensor")
 
 NOT_BUILT = {
     "step": "step reuse (ParaStep)",
-    "pipe": "stage pipelines (PipeFusion)",
     "displaced": "displaced patches (DistriFusion)",
     "tensor": "tensor parallelism",
 }
 COMPONENTS = ("all", "rank0")
+OF_PIPE = ("patches", "warmup", "split")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Plan:
 
     Text form: `cfg=2,ulysses=2`; the empty plan prints as `single`. `components` says who holds text encoders and
     VAE: `all` ranks (the default where memory is plenty) or `rank0` alone; either way they *run* on one rank.
+
+    For `pipe` (PipeFusion): `patches` is the number of bands that a step is cut into (0: as many as stages), `warmup`
+    the number of first steps that run whole and exact, `split` how many blocks each stage has (`10/9`; balanced by
+    estimated cost without it).
     """
 
     data: int = 1
@@ -39,6 +43,9 @@ class Plan:
     ulysses: int = 1
     tensor: int = 1
     components: str = "all"
+    patches: int = 0
+    warmup: int = 1
+    split: str = ""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -47,6 +54,17 @@ class Plan:
                 raise PlanError(f"plan: {axis}={degree!r} must be a whole number of at least 1")
         if self.components not in COMPONENTS:
             raise PlanError(f"plan: components={self.components!r} must be one of {', '.join(COMPONENTS)}")
+        for name, least in (("patches", 0), ("warmup", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                why = ": the first patched step would use keys and values that no step has computed" * (name == "warmup")
+                raise PlanError(f"plan: {name}={value!r} must be a whole number of at least 1{why}")
+        if self.split and not all(n.isdecimal() and int(n) > 0 for n in self.split.split("/")):
+            raise PlanError(f"plan: split={self.split!r} must be numbers of blocks like 10/9, one for each stage")
+        if self.pipe == 1:
+            for f in fields(self):
+                if f.name in OF_PIPE and getattr(self, f.name) != f.default:
+                    raise PlanError(f"plan: {f.name}={getattr(self, f.name)} needs a stage pipeline; add pipe=2 or leave it out")
 
     @classmethod
     def parse(cls, text: str | Plan) -> Plan:
@@ -63,7 +81,7 @@ class Plan:
                 raise PlanError(f"plan: {part!r} is not one of {', '.join(f'{n}=N' for n in names)}")
             if key in values:
                 raise PlanError(f"plan: {key} is given twice in {text!r}")
-            if key in AXES:
+            if key in (*AXES, "patches", "warmup"):
                 if not value.isdecimal():
                     raise PlanError(f"plan: {key}={value} must be a whole number of at least 1")
                 values[key] = int(value)
@@ -122,8 +140,8 @@ class Plan:
                 f"plan: ulysses={self.ulysses} exceeds the model's {heads} attention heads; "
                 f"use ulysses={heads} at most, and ring for the rest"
             )
-        if self.sequence > 1 and not family.sites:
-            raise PlanError(f"plan: ring and ulysses are not supported by family {family.name}; use cfg or data")
+        if self.sequence * self.pipe > 1 and not family.sites:
+            raise PlanError(f"plan: ring, ulysses and pipe are not supported by family {family.name}; use cfg or data")
         if self.cfg > 2:
             raise PlanError(f"plan: cfg={self.cfg}: there are two branches (with and without the prompt); use cfg=2")
         if call is not None:

@@ -1,8 +1,8 @@
 """Shared-memory transport between ranks of one host: what gloo would send through loopback TCP, without its copies.
 
-Each ordered pair of ranks has a memfd with two slots. The sender copies into a free slot and announces it over a
-Unix socket; the receiver copies out and hands the slot back. Sockets wake the peer, order memory, and tell at once
-when a peer is gone; memfds and abstract sockets leave nothing behind.
+Each ordered pair of ranks has slots, each a memfd. The sender copies into a free slot and announces it over a Unix
+socket; the receiver copies out and hands the slot back. Sockets wake the peer, order memory, and tell at once when a
+peer is gone; memfds and abstract sockets leave nothing behind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 _HEADER = struct.Struct("=cqq")  # kind, slot, bytes
 _DATA, _GROWN, _FREE = b"d", b"g", b"f"
-_SLOTS = 2
+LOCK_STEP = 2
+"""Messages ahead of the peer where both ranks do the same thing at the same time."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -36,23 +37,24 @@ class Channel:
     def __init__(self, sock: socket.socket, peer: int, timeout: float) -> None:
         sock.settimeout(timeout)
         self.sock, self.peer = sock, peer
-        self._out: Tensor | None = None
-        self._in: Tensor | None = None
-        self._free = deque(range(_SLOTS))
+        self._out: dict[int, Tensor] = {}
+        self._in: dict[int, Tensor] = {}
+        self._free: deque[int] = deque()
         self._arrived: deque[tuple[int, int]] = deque()
 
-    def send(self, tensor: Tensor) -> None:
-        """Copies the tensor out; waits only when the peer is two messages behind."""
+    def send(self, tensor: Tensor, ahead: int = LOCK_STEP) -> None:
+        """Copies the tensor out; waits only when the peer is `ahead` messages behind."""
         size = tensor.numel() * tensor.element_size()
-        while not self._free:
+        while not self._free and len(self._out) >= ahead:
             self._receive()
+        slot = next((s for s in self._free if self._out[s].numel() >= size), None)
         kind, fds = _DATA, []
-        if self._out is None or self._out.shape[1] < size:
-            while len(self._free) < _SLOTS:
-                self._receive()
-            fd, self._out = _memory(size)
+        if slot is not None:
+            self._free.remove(slot)
+        else:
+            slot = self._free.popleft() if len(self._out) >= ahead else len(self._out)
+            fd, self._out[slot] = _memory(size)
             kind, fds = _GROWN, [fd]
-        slot = self._free.popleft()
         _as(self._out[slot], tensor).copy_(tensor)
         try:
             socket.send_fds(self.sock, [_HEADER.pack(kind, slot, size)], fds)
@@ -68,7 +70,6 @@ class Channel:
         slot, size = self._arrived.popleft()
         if size != into.numel() * into.element_size():
             raise RuntimeError(f"rank {self.peer} sent {size} bytes where {list(into.shape)} {into.dtype} was expected")
-        assert self._in is not None
         into.copy_(_as(self._in[slot], into))
         self._say(_FREE, slot)
 
@@ -92,7 +93,7 @@ class Channel:
             self._free.append(slot)
             return
         if kind == _GROWN:
-            self._in = _mapped(fds[0])
+            self._in[slot] = _mapped(fds[0])
             os.close(fds[0])
         self._arrived.append((slot, size))
 
@@ -102,15 +103,14 @@ def _as(slot: Tensor, like: Tensor) -> Tensor:
 
 
 def _memory(size: int) -> tuple[int, Tensor]:
-    slot = -(-size // _PAGE) * _PAGE
     fd = os.memfd_create("ditpar", os.MFD_CLOEXEC)
-    os.ftruncate(fd, slot * _SLOTS)
+    os.ftruncate(fd, -(-size // _PAGE) * _PAGE)
     return fd, _mapped(fd)
 
 
 def _mapped(fd: int) -> Tensor:
-    """[slots, bytes] over the file's memory, which lives as long as the tensor."""
-    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8).view(_SLOTS, -1)
+    """The file's memory as bytes, which lives as long as the tensor."""
+    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
 
 
 def host_key() -> str:

@@ -1,6 +1,6 @@
 """Flux.1 (dev, schnell, Kontext): text and image in one joint sequence, text first."""
 
-from ditpar.family import Family, Guidance, Slice
+from ditpar.family import Embed, Family, Guidance, Slice
 
 FAMILY = Family(
     name="flux",
@@ -18,6 +18,24 @@ FAMILY = Family(
     static=("img_ids", "txt_ids", "joint_attention_kwargs"),
     output="tokens",
     cfg=Guidance("separate", "true_cfg_scale", needs_negative=True),
+    embed=Embed("x_embedder", 1),
+    per_step=(
+        "time_text_embed",
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
+        "single_transformer_blocks.*.norm.linear",
+        "norm_out.linear",
+    ),
+    per_request=("context_embedder", "pos_embed"),
+    text=(
+        "norm1_context",
+        "norm2_context",
+        "ff_context",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    ),
     tiny={
         "in_channels": 16,
         "num_layers": 2,

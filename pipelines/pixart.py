@@ -1,6 +1,6 @@
 """PixArt-alpha and PixArt-Sigma: image tokens alone in self-attention, text by masked cross-attention."""
 
-from ditpar.family import Family, Guidance
+from ditpar.family import Embed, Family, Guidance
 
 FAMILY = Family(
     name="pixart",
@@ -17,6 +17,9 @@ FAMILY = Family(
     static=("cross_attention_kwargs",),
     output="latent",
     cfg=Guidance("batched", "guidance_scale"),
+    embed=Embed("pos_embed.proj", 2),
+    per_step=("adaln_single",),
+    per_request=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     tiny={
         "sample_size": 16,
         "in_channels": 4,

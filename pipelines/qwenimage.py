@@ -1,6 +1,6 @@
 """Qwen-Image and Qwen-Image-Edit: joint attention, text first, key mask over the text tokens."""
 
-from ditpar.family import Family, Guidance, Slice
+from ditpar.family import Embed, Family, Guidance, Slice
 
 FAMILY = Family(
     name="qwenimage",
@@ -12,6 +12,7 @@ FAMILY = Family(
     joint="text_first",
     sites={"attn": "joint"},
     processors=("QwenDoubleStreamAttnProcessor2_0",),
+    not_empty=("apply_rotary_emb_qwen",),
     slices=(
         Slice("pos_embed", 0, 0, "image"),
         Slice("pos_embed", 1, 0, "text"),
@@ -31,6 +32,18 @@ FAMILY = Family(
     static=("attention_kwargs",),
     output="tokens",
     cfg=Guidance("separate", "true_cfg_scale", needs_negative=True),
+    embed=Embed("img_in", 1),
+    per_step=("time_text_embed", "transformer_blocks.*.img_mod", "transformer_blocks.*.txt_mod", "norm_out.linear"),
+    per_request=("txt_norm", "txt_in", "pos_embed"),
+    text=(
+        "txt_norm1",
+        "txt_norm2",
+        "txt_mlp",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    ),
     tiny={
         "in_channels": 16,
         "out_channels": 4,

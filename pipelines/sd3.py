@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5: joint attention, image first; 3.5 adds image-only attention in some blocks."""
 
-from ditpar.family import Family, Guidance
+from ditpar.family import Embed, Family, Guidance
 
 FAMILY = Family(
     name="sd3",
@@ -17,6 +17,23 @@ FAMILY = Family(
     static=("joint_attention_kwargs", "skip_layers"),
     output="latent",
     cfg=Guidance("batched", "guidance_scale"),
+    embed=Embed("pos_embed.proj", 2),
+    per_step=(
+        "time_text_embed",
+        "transformer_blocks.*.norm1.linear",
+        "transformer_blocks.*.norm1_context.linear",
+        "norm_out.linear",
+    ),
+    per_request=("context_embedder",),
+    text=(
+        "norm1_context",
+        "norm2_context",
+        "ff_context",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    ),
     tiny={
         "sample_size": 16,
         "in_channels": 4,

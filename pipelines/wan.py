@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2 (one or two transformers, per-token timesteps): video tokens, text by cross-attention."""
 
-from ditpar.family import Family, Guidance, Slice
+from ditpar.family import Embed, Family, Guidance, Slice
 
 FAMILY = Family(
     name="wan",
@@ -23,6 +23,15 @@ FAMILY = Family(
     static=("attention_kwargs",),
     output="latent",
     cfg=Guidance("separate", "guidance_scale"),
+    embed=Embed("patch_embedding", 2),
+    per_step=("condition_embedder",),
+    per_request=(
+        "rope",
+        "blocks.*.attn2.to_k",
+        "blocks.*.attn2.to_v",
+        "blocks.*.attn2.add_k_proj",
+        "blocks.*.attn2.add_v_proj",
+    ),
     tiny={
         "num_attention_heads": 4,
         "attention_head_dim": 16,

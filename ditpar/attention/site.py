@@ -13,7 +13,7 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -31,12 +31,20 @@ class Strategy(Protocol):
     """What happens at a site."""
 
     def attend(
-        self, rows: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, local: Local
+        self,
+        layer: int,
+        rows: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        local: Local,
     ) -> Tensor:
         """q, k, v of this rank's rows [batch, tokens, heads, head_dim] -> the same rows attended to all rows.
 
-        `rows` says which tokens they are (`joint` or `image`); `local` is attention on this device by the site's own
-        backend.
+        `layer` is the site's number; `rows` says which tokens they are (`joint` or `image`); `local` is attention on
+        this device by the site's own backend.
         """
         ...
 
@@ -49,9 +57,9 @@ class Site:
 
     def __init__(self, strategy: Strategy, rows: str, token: Tensor) -> None:
         self.strategy, self.rows, self.token = strategy, rows, token
-        number = next(Site._numbers)
-        self.number = torch.tensor(number)
-        Site._live[number] = self
+        self.layer = next(Site._numbers)
+        self.number = torch.tensor(self.layer)
+        Site._live[self.layer] = self
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, backend: str | None
@@ -64,7 +72,7 @@ class Site:
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
             return stock_dispatch(q, k, v, attn_mask=mask, scale=scale, backend=backend)  # type: ignore[arg-type]
 
-        return self.strategy.attend(self.rows, q, k, v, mask, scale, local)
+        return self.strategy.attend(self.layer, self.rows, q, k, v, mask, scale, local)
 
 
 SDPA = "sdpa"
@@ -87,7 +95,7 @@ def _(q, k, v, mask, scale, backend, site, token):  # type: ignore[no-untyped-de
 def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value:
-            raise PlanError(f"attention {name}={value!r} is not supported with ring or ulysses; use cfg or data")
+            raise PlanError(f"attention {name}={value!r} is not supported with ring, ulysses or pipe; use cfg or data")
 
 
 def _at_site(
@@ -130,16 +138,23 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 """
 
 
+def _unless_empty(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return x if x.numel() == 0 else function(x, *args, **kwargs)
+
+    return wrapped
+
+
 _twin_classes: dict[type, type] = {}
 
 
-def _twin_class(cls: type) -> type:
+def _twin_class(cls: type, not_empty: Sequence[str]) -> type:
     if cls not in _twin_classes:
-        _twin_classes[cls] = _make_twin_class(cls)
+        _twin_classes[cls] = _make_twin_class(cls, not_empty)
     return _twin_classes[cls]
 
 
-def _make_twin_class(cls: type) -> type:
+def _make_twin_class(cls: type, not_empty: Sequence[str]) -> type:
     stock = cls.__call__
     if not isinstance(stock, types.FunctionType) or stock.__closure__:
         raise PlanError(f"attention processor {cls.__name__}: its __call__ is no plain function; use cfg or data")
@@ -148,6 +163,7 @@ def _make_twin_class(cls: type) -> type:
     scope = module.__dict__
     scope.update({k: v for k, v in stock.__globals__.items() if not k.startswith("__")})
     scope.update(_refuse=_refuse, _at_site=_at_site, _site=None, dispatch_attention_fn=_dispatch_attention_fn)
+    scope.update({name: _unless_empty(scope[name]) for name in not_empty if name in scope})
     exec(compile(_TWIN_SOURCE, f"<twin of {cls.__name__}>", "exec"), scope)
     functional = types.ModuleType(f"{module.__name__}.F")
     sys.modules[functional.__name__] = functional
@@ -162,9 +178,12 @@ def _make_twin_class(cls: type) -> type:
     return type(cls.__name__, (cls,), {"__call__": outer, "__module__": cls.__module__})
 
 
-def twin(processor: Any, site: Site) -> Any:
-    """The processor's twin, whose attention call goes to `site`. The processor itself is not changed."""
-    kind: type[Any] = _twin_class(type(processor))
+def twin(processor: Any, site: Site, not_empty: Sequence[str] = ()) -> Any:
+    """The processor's twin, whose attention call goes to `site`. The processor itself is not changed.
+
+    `not_empty` names functions that the processor calls on tensors and that fail on empty ones, which they get past.
+    """
+    kind: type[Any] = _twin_class(type(processor), not_empty)
     other: Any = object.__new__(kind)
     other.__dict__.update(processor.__dict__)
     other._parallel_config = site

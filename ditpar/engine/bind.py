@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from torch import nn
+from torch import Tensor, nn
 
 from ditpar.attention.site import Site, twin
 from ditpar.engine.undo import Changes, wrap_call
 from ditpar.errors import PlanError
 from ditpar.family import Family, Slice
 from ditpar.mesh import Mesh
-from ditpar.methods import batch, guidance
-from ditpar.methods.root import as_stock, innermost
+from ditpar.methods import batch
+from ditpar.methods.calls import Calls
+from ditpar.methods.root import Arguments, Root, as_stock, innermost
 from ditpar.methods.sequence import Sequence
+from ditpar.methods.stages import Stage
 
 RING_BACKENDS = ("native", "_native_flash", "_native_efficient")
 
@@ -28,9 +30,11 @@ class Binding:
     Sites and their twins are kept between requests, so that compiled blocks meet the same objects again.
     """
 
-    def __init__(self, name: str, family: Family, mesh: Mesh) -> None:
+    def __init__(self, name: str, family: Family, mesh: Mesh, transformer: nn.Module) -> None:
         self.name, self.family, self.mesh = name, family, mesh
-        self.sequence = Sequence(family, mesh) if mesh.sequence.size > 1 else None
+        self.stage = Stage(family, mesh, transformer) if mesh.plan.pipe > 1 else None
+        cuts = self.stage is not None or mesh.sequence.size > 1
+        self.sequence = Sequence(family, mesh, self.stage) if cuts else None
         self.token = torch.zeros((), dtype=torch.int64)
         self._twins: dict[str, tuple[Any, Any]] = {}
 
@@ -57,12 +61,17 @@ class Binding:
             )
         if getattr(transformer, "_parallel_config", None) is not None:
             raise PlanError(f"{name} already runs diffusers' own enable_parallelism; load it again to use plan {plan}")
+        if self.stage is not None and (offload := offloaded(transformer)):
+            raise PlanError(
+                f"{name} is offloaded ({offload}), which goes with no stage pipeline, whose ranks each hold their own "
+                f"blocks on the device; load it without offload, or use plan cfg, ulysses or ring"
+            )
         if self.sequence:
             for path, site, _ in self._sites(transformer):
                 kind = type(site.processor).__name__
                 if kind not in self.family.processors:
                     raise PlanError(
-                        f"{name}.{path} has attention processor {kind}; ring and ulysses know "
+                        f"{name}.{path} has attention processor {kind}; ring, ulysses and pipe know "
                         f"{', '.join(self.family.processors)}; use cfg or data"
                     )
                 if plan.ring > 1:
@@ -80,8 +89,8 @@ class Binding:
                 f"({', '.join(RING_BACKENDS)}); use ulysses, or set_attention_backend('native')"
             )
 
-    def apply(self, changes: Changes, transformer: nn.Module, branches: guidance.Branches | None) -> None:
-        """Installs the methods on the instance. `branches` when this request's guidance makes separate calls."""
+    def apply(self, changes: Changes, transformer: nn.Module, calls: Calls | None) -> None:
+        """Installs the methods on the instance. `calls` when this request's calls wait for one another."""
         family, mesh = self.family, self.mesh
         if mesh.plan.world == 1:
             return
@@ -89,28 +98,37 @@ class Binding:
         if self.sequence:
             self._apply_sequence(changes, transformer, self.sequence)
             root = self.sequence.root(root)
+        if self.stage:
+            root = _banded(self.stage, root)
+        branches = calls is not None and calls.cfg is not None
         group, method = (mesh.data, "data") if branches else (mesh.batch, "cfg" if mesh.cfg.size > 1 else "data")
         if group.size > 1:
-            root = batch.batch_split(family, group, method, root)
-        if branches:
-            root = branches.defer(family, transformer, root)
+            root = batch.batch_split(family, group, method, root, gathers=self.stage is None or self.stage.last)
+        if calls:
+            root = calls.defer(self.name, transformer, self.stage, root)
         wrap_call(changes, transformer, lambda _: as_stock(family, transformer, root))
 
     def _apply_sequence(self, changes: Changes, transformer: nn.Module, sequence: Sequence) -> None:
+        stage, blocks = self.stage, self._blocks(transformer)
+        if stage is not None:
+            for path, module, per_request in stage.once_modules(transformer, blocks):
+                wrap_call(changes, module, partial(stage.memo, path, per_request))
+            wrap_call(changes, transformer.get_submodule(self.family.embed.module), stage.embed)
         by_module: defaultdict[str, list[Slice]] = defaultdict(list)
         for s in self.family.slices:
             if s.source != "block":
                 by_module[s.source].append(s)
         for path, slices in by_module.items():
             wrap_call(changes, transformer.get_submodule(path), partial(sequence.prologue, slices))
-        for block in self._blocks(transformer).values():
-            wrap_call(changes, block, partial(sequence.block, block))
-        wrap_call(changes, transformer.get_submodule(self.family.exit), sequence.exit)
+        for index, block in enumerate(blocks.values()):
+            wrap_call(changes, block, partial(sequence.block, block, index))
+        exit_module = transformer.get_submodule(self.family.exit)
+        wrap_call(changes, exit_module, partial(sequence.exit, exit_module))
         for path, module, rows in self._sites(transformer):
             stock = module.processor
             known = self._twins.get(path)
             if known is None or known[0] is not stock:
-                known = self._twins[path] = (stock, twin(stock, Site(sequence, rows, self.token)))
+                known = self._twins[path] = (stock, twin(stock, Site(sequence, rows, self.token), self.family.not_empty))
             else:  # the twin follows its original: a backend may have been chosen since
                 vars(known[1]).update(vars(stock) | {"_parallel_config": known[1]._parallel_config})
             changes.set(module, "processor", known[1])
@@ -129,3 +147,28 @@ class Binding:
             for name, rows in self.family.sites.items()
             if (module := getattr(block, name, None)) is not None
         ]
+
+
+def _banded(stage: Stage, root: Root) -> Root:
+    """The rows of the running unit, on the last stage."""
+
+    def wrapped(arguments: Arguments) -> Tensor:
+        out = root(arguments)
+        lo, hi = stage.unit.rows
+        if not stage.last or hi - lo == stage.rows:
+            return out
+        return out.narrow(stage.family.embed.dim, lo, hi - lo).contiguous()
+
+    return wrapped
+
+
+def offloaded(transformer: nn.Module) -> str:
+    """How the transformer's weights come and go between devices, if they do."""
+    for module in transformer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        if hook is not None and (type(hook).__name__ == "CpuOffload" or getattr(hook, "offload", False)):
+            return "model or sequential CPU offload"
+        registry = getattr(module, "_diffusers_hook", None)
+        if registry is not None and any("offload" in name for name in registry.hooks):
+            return "group offload"
+    return ""

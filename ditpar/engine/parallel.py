@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from ditpar.engine.undo import Changes
 from ditpar.errors import ModelError, RequestError
 from ditpar.family import Family, family_of
 from ditpar.mesh import Mesh, build_mesh
-from ditpar.methods.guidance import Branches
+from ditpar.methods.calls import Calls
 from ditpar.plan import Plan, auto
 
 _TRANSFORMERS = ("transformer", "transformer_2")
@@ -31,7 +32,7 @@ class Engine:
 
     Attributes:
         plan, family, mesh: what was bound.
-        branches: counts of deferred guidance calls, under a plan with cfg.
+        calls: the transformer calls that wait for one another, under a plan with cfg or pipe.
         serves: the thread whose request is running.
         on_step: called after each denoising step, on every rank, by whoever watches over them.
     """
@@ -39,11 +40,18 @@ class Engine:
     def __init__(self, pipe: Any, plan: Plan, family: Family, stock: type) -> None:
         self.plan, self.family, self.stock = plan, family, stock
         self.mesh: Mesh = build_mesh(plan, _device(pipe))
-        self.bindings = {name: Binding(name, family, self.mesh) for name in transformer_names(pipe)}
-        self.branches = Branches(self.mesh.cfg) if plan.cfg > 1 else None
+        self.bindings = {
+            name: Binding(name, family, self.mesh, _unwrapped(getattr(pipe, name))) for name in transformer_names(pipe)
+        }
+        self.calls = Calls(family, self.mesh) if plan.cfg > 1 or plan.pipe > 1 else None
         self.busy = threading.Lock()
         self.serves: int | None = None
         self.on_step: Callable[[], None] | None = None
+
+    @property
+    def forced(self) -> Mapping[tuple[str, str], int]:
+        """Of the last request: operations that made pending calls run, by name and line of code, and how often."""
+        return self.calls.forced if self.calls else {}
 
     @property
     def rank(self) -> int:
@@ -74,12 +82,11 @@ class Engine:
                     if hasattr(callback, "tensor_inputs"):
                         bound.arguments["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
                     bound.arguments["callback_on_step_end"] = agreed_callback(world, callback)
-            self._apply(changes, pipe)
-            return resolve(self.stock.__call__(*bound.args, **bound.kwargs))
+            with self.calls.request() if self.calls else nullcontext():
+                self._apply(changes, pipe)
+                return resolve(self.stock.__call__(*bound.args, **bound.kwargs))
         finally:
             changes.undo()
-            if self.branches:
-                self.branches.waiting.clear()
             self.serves = None
             self.busy.release()
 
@@ -91,9 +98,9 @@ class Engine:
             binding.check(transformer)
 
     def _apply(self, changes: Changes, pipe: Any) -> None:
-        branches = self.branches if self.family.cfg.style == "separate" else None
+        waits = self.plan.pipe > 1 or self.family.cfg.style == "separate"
         for name, binding in self.bindings.items():
-            binding.apply(changes, getattr(pipe, name), branches)
+            binding.apply(changes, getattr(pipe, name), self.calls if waits else None)
         share_components(changes, self.once(pipe), self.mesh.world)
 
     def once(self, pipe: Any) -> dict[str, nn.Module]:

@@ -13,8 +13,8 @@ from ditpar.family import Family
 from ditpar.methods.root import Arguments, Root
 
 
-def batch_split(family: Family, group: Group, method: str, root: Root) -> Root:
-    """Each rank of `group` runs its share of dim 0; every rank gets the whole output.
+def batch_split(family: Family, group: Group, method: str, root: Root, gathers: bool) -> Root:
+    """Each rank of `group` runs its share of dim 0; every rank gets the whole output, if it `gathers` at all.
 
     A batch smaller than the group leaves ranks without samples: they compute the first one and its result is dropped.
     """
@@ -30,7 +30,8 @@ def batch_split(family: Family, group: Group, method: str, root: Root) -> Root:
         mine = {
             name: _cut(value, batch, span) if name in family.batched else value for name, value in arguments.items()
         }
-        return group.all_gather(method, root(mine)[:own], sizes, 0)
+        out = root(mine)[:own]
+        return group.all_gather(method, out, sizes, 0) if gathers else out
 
     return wrapped
 

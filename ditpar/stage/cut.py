@@ -1,0 +1,59 @@
+"""Cutting a model into stages, and rows into bands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ditpar.stage.program import Span
+
+
+def stages(costs: Sequence[float], count: int) -> list[int]:
+    """Sizes of `count` consecutive, non-empty pieces of the blocks, such that the dearest piece is as cheap as can be.
+
+    Among the best cuts the one whose other pieces are as even as can be. Dynamic programme over (pieces, blocks).
+
+    Raises ValueError when there are fewer blocks than pieces.
+    """
+    n = len(costs)
+    if not 1 <= count <= n:
+        raise ValueError(f"{n} blocks cannot be cut into {count} stages")
+    total = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), 0.0)] * n
+    cuts: list[list[int]] = []
+    for _ in range(count):
+        row: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
+        cut = [0] * (n + 1)
+        for end in range(1, n + 1):
+            for begin in range(end):
+                piece = total[end] - total[begin]
+                worst, squares = best[begin]
+                found = (max(worst, piece), squares + piece * piece)
+                if found < row[end]:
+                    row[end], cut[end] = found, begin
+        best = row
+        cuts.append(cut)
+    sizes, end = [], n
+    for cut in reversed(cuts):
+        sizes.append(end - cut[end])
+        end = cut[end]
+    return sizes[::-1]
+
+
+def bands(rows: int, parts: int, grain: int = 1, lead: float = 0.0) -> list[Span]:
+    """Cuts rows into consecutive bands, each a multiple of `grain` (but the last) and as dear as the others.
+
+    Args:
+        lead: what the first band carries besides, in rows; it gets so many fewer, but at least one grain.
+
+    Raises ValueError when there are fewer grains than parts.
+    """
+    grains = -(-rows // grain)
+    if parts > grains:
+        raise ValueError(f"{rows} rows in steps of {grain} cannot be cut into {parts} bands")
+    extra = lead / grain
+    first = min(max(round((grains + extra) / parts - extra), 1), grains - parts + 1) if parts > 1 else grains
+    rest, larger = divmod(grains - first, max(parts - 1, 1))
+    sizes = [first] + [rest + (i < larger) for i in range(parts - 1)]
+    ends = [min(e * grain, rows) for e in accumulate(sizes)]
+    return [Span(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
