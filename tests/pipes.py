@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from naive import Naive, measured
 from parity import distance
 
 import ditpar
 from ditpar.conformance import tiny
+from ditpar.dataflow.deferred import resolve
+from ditpar.engine.undo import Changes
 from ditpar.family import families
+from ditpar.stage.program import Kind
 
 
 def pair(name: str, plan: str, **options: Any) -> tuple[float, int, int, dict[Any, int]]:
@@ -27,3 +34,78 @@ def pair(name: str, plan: str, **options: Any) -> tuple[float, int, int, dict[An
     got = pipe(**call)[0]
     calls = pipe._ditpar.calls
     return distance(got, want), calls.synchronous, calls.patched, dict(pipe._ditpar.forced)
+
+
+def patched_at_the_same_point(name: str, plan: str, **options: Any) -> list[float]:
+    """Each branch's call as a warm-up, then in bands at the same latents and time: distances to the stock result."""
+    family = families()[name]
+    pipe = tiny.build(family, **options.pop("build", {}))
+    taken: list[dict[str, Any]] = []
+    outputs: list[torch.Tensor] = []
+    names = list(inspect.signature(type(pipe.transformer).forward).parameters)[1:]
+
+    def take(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        taken.append({**dict(zip(names, args, strict=False)), **kwargs})
+        outputs.append(out[0].clone())
+
+    hook = pipe.transformer.register_forward_hook(take, with_kwargs=True)
+    pipe(**tiny.inputs(family, pipe, steps=1, **options))
+    hook.remove()
+    ditpar.parallelize(pipe, plan)
+    engine, distances = pipe._ditpar, []
+    with changed(pipe), torch.no_grad():
+        for hidden in (taken[0]["hidden_states"], taken[0]["hidden_states"].clone()):
+            results = [pipe.transformer(**{**call, "hidden_states": hidden})[0] for call in taken]
+            distances += [distance(resolve(r), want) for r, want in zip(results, outputs, strict=True)]
+        assert engine.calls.synchronous == engine.calls.patched == len(taken)
+    return distances
+
+
+@contextmanager
+def changed(pipe: Any) -> Iterator[None]:
+    """The time of a request, without the stock pipeline's call."""
+    changes = Changes()
+    try:
+        with pipe._ditpar.calls.request():
+            pipe._ditpar._apply(changes, pipe)
+            yield
+    finally:
+        changes.undo()
+
+
+def against_naive(name: str, plan: str, **options: Any) -> tuple[float, float, int]:
+    """A real run against the one worked out by hand: distance of the results, worst distance of the states after a
+    micro-step, and the number of micro-steps compared."""
+    family = families()[name]
+    build = options.pop("build", {})
+    pipe = tiny.build(family, **build)
+    ditpar.parallelize(pipe, plan)
+    engine = pipe._ditpar
+    units, states = [], []
+    run_unit = engine.calls._run_unit
+    layers = {}
+
+    def noting(call: Any, other: Any, unit: Any) -> None:
+        run_unit(call, other, unit)
+        units.append(unit)
+        binding = engine.bindings["transformer"]
+        layers.update({path: twin._parallel_config.layer for path, (_, twin) in binding._twins.items()})
+        known = call.slot.kv._layers
+        states.append({path: measured(*known[n][:2]) for path, n in layers.items() if n in known})
+
+    engine.calls._run_unit = noting
+    call = tiny.inputs(family, pipe, **options)
+    state = call["generator"].get_state()
+    got = pipe(**call)[0]
+    bands = next(([u.rows for u in units if u.run == first.run] for first in units if first.kind is Kind.PATCH), [])
+    other = tiny.build(family, **build)
+    naive = Naive(family, bands, engine.plan.warmup)
+    call["generator"].set_state(state)
+    with naive.on(other.transformer):
+        want = other(**call)[0]
+    assert len(naive.states) == len(states) and len(states[0]) > 0
+    worst = 0.0
+    for mine, theirs in zip(states, naive.states, strict=True):
+        for path, values in mine.items():
+            worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(values, theirs[path], strict=True)))
+    return distance(got, want), worst, len(states)

@@ -118,20 +118,20 @@ def interrupted_while_ranks_agree() -> int:
     """Rank 0 is told to stop just after all have agreed to go on."""
     pipe = ditpar.parallelize(tiny.build(FLUX), "cfg=2")
     world, steps = pipe._ditpar.mesh.world, []
-    agree = world.max
+    ask = world.max_later
 
-    def late(value: int) -> int:
-        agreed = agree(value)
+    def late(value: int) -> Any:
+        asked = ask(value)
         if dist.get_rank() == 0 and steps:
             pipe._interrupt = True
-        return agreed
+        return asked
 
-    world.max = late
+    world.max_later = late
     pipe._ditpar.on_step = lambda: steps.append(1)
     try:
         pipe(**tiny.inputs(FLUX, pipe, steps=5))
     finally:
-        del world.max
+        del world.max_later
     return len(steps)
 
 

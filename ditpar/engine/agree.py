@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ditpar.comm import Group
+from ditpar.dataflow.deferred import resolve
 from ditpar.errors import RequestError
 
 METHOD = "control"
@@ -46,10 +48,49 @@ def agree_on_random_state(group: Group, generator: Any) -> None:
         g.set_state(state)
 
 
+def plain_callback(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """The older kind of step callback, which is given true values too."""
+
+    def wrapped(*args: Any) -> Any:
+        return callback(*resolve(args))
+
+    return wrapped
+
+
+class Interrupts:
+    """Whether to stop, agreed on at each step: any rank's wish holds for all, at the same step.
+
+    Args:
+        lag: steps that an answer may take. Without one, all ranks meet at each step; with one, a wish holds up to `lag`
+            steps later, and ranks that far apart do not wait for each other.
+    """
+
+    def __init__(self, group: Group, lag: int) -> None:
+        self.group, self.lag = group, lag
+        self._asked: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def agreed(self, wish: bool) -> bool:
+        self._asked.append(self.group.max_later(int(wish)))
+        return self._answer() if len(self._asked) > self.lag else False
+
+    def end(self) -> None:
+        """Takes the answers that nobody waited for."""
+        while self._asked:
+            self._answer()
+
+    def _answer(self) -> bool:
+        flag, work = self._asked.popleft()
+        if work is not None:
+            work.wait()
+        return bool(flag)
+
+
 def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[..., Any]:
     """The caller's step callback; what it returns or edits on rank 0 holds on all ranks."""
 
     def wrapped(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        # True values on all ranks beforehand: what a callback reads may differ from rank to rank.
+        tensors = resolve(tensors)
         given = {k: (v, v._version if isinstance(v, torch.Tensor) else 0) for k, v in tensors.items()}
         result = callback(pipe, step, timestep, tensors)
         result = {} if result is None else dict(result)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ditpar.comm import Group
+from ditpar.dataflow.deferred import resolve
 from ditpar.engine.undo import Changes, wrap_call
 
 METHOD = "components"
@@ -50,6 +51,7 @@ def share_components(changes: Changes, modules: dict[str, nn.Module], group: Gro
 
     def once(device: Callable[[], torch.device], call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = resolve((args, kwargs))
             result: Any = None
             failure: Exception | None = None
             if group.index == 0:

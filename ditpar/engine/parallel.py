@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ditpar.dataflow.deferred import resolve
-from ditpar.engine.agree import agree_on_arguments, agree_on_random_state, agreed_callback
+from ditpar.engine.agree import Interrupts, agree_on_arguments, agree_on_random_state, agreed_callback, plain_callback
 from ditpar.engine.bind import Binding
 from ditpar.engine.components import drop_weights, fetch_weights, once_modules, share_components
 from ditpar.engine.undo import Changes
@@ -46,6 +46,7 @@ class Engine:
         self.calls = Calls(family, self.mesh) if plan.cfg > 1 or plan.pipe > 1 else None
         self.busy = threading.Lock()
         self.serves: int | None = None
+        self.interrupts = Interrupts(self.mesh.world, 0)
         self.on_step: Callable[[], None] | None = None
 
     @property
@@ -82,9 +83,15 @@ class Engine:
                     if hasattr(callback, "tensor_inputs"):
                         bound.arguments["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
                     bound.arguments["callback_on_step_end"] = agreed_callback(world, callback)
+                if call.get("callback") is not None:
+                    bound.arguments["callback"] = plain_callback(call["callback"])
+                # Callbacks make ranks meet at each step in any case. Without them a stage pipeline is never drained.
+                self.interrupts = Interrupts(world, 2 if self.plan.pipe > 1 and callback is None else 0)
             with self.calls.request() if self.calls else nullcontext():
                 self._apply(changes, pipe)
-                return resolve(self.stock.__call__(*bound.args, **bound.kwargs))
+                result = resolve(self.stock.__call__(*bound.args, **bound.kwargs))
+            self.interrupts.end()
+            return result
         finally:
             changes.undo()
             self.serves = None
@@ -155,7 +162,7 @@ def _private_class(stock: type) -> type:
             if engine.serves != threading.get_ident() or engine.mesh.world.size == 1:
                 return wish
             # Only what was agreed on: a wish that comes meanwhile, from another thread, is for the next step.
-            agreed = bool(engine.mesh.world.max(int(wish)))
+            agreed = engine.interrupts.agreed(wish)
             if agreed:
                 self._interrupt = True
             return agreed

@@ -1,0 +1,48 @@
+"""PipeFusion: exact when every step is whole; in bands, equal to the same thing worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipes import against_naive, pair, patched_at_the_same_point
+from world import Worlds
+
+FAMILIES = ("flux", "sd3", "pixart", "qwenimage", "wan")
+SIZE: dict[str, dict[str, Any]] = {"wan": {"num_frames": 17}}
+"""Five latent frames, so that there are bands to cut."""
+EXACT = 1e-5
+WHOLE = "warmup=99"
+
+
+def sized(name: str, **options: Any) -> dict[str, Any]:
+    return {"size": (64, 64), **SIZE.get(name, {}), **options}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "plan",
+    ["pipe=2", "pipe=3", "pipe=2,cfg=2", "pipe=2,ulysses=2", "pipe=2,ring=2", "pipe=2,data=2", "pipe=4,split=1/1/1/1"],
+)
+def test_whole_steps_are_exact(name: str, plan: str, worlds: Worlds) -> None:
+    build = {"num_layers": 4} if "pipe=4" in plan and name != "flux" else {}
+    ranks = 2 if plan == "pipe=2" else 3 if plan == "pipe=3" else 4
+    batch = 2 if "data" in plan else 1
+    for error, whole, patched, forced in worlds(ranks).run(
+        pair, name, f"{plan},{WHOLE}", **sized(name, steps=3, batch=batch, build=build)
+    ):
+        assert error <= EXACT and whole >= 3 and patched == 0 and not forced
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("patches", [2, 3, 4])
+def test_a_patched_pass_at_the_point_of_the_warm_up_is_exact(name: str, patches: int, worlds: Worlds) -> None:
+    for distances in worlds(2).run(patched_at_the_same_point, name, f"pipe=2,patches={patches}", **sized(name)):
+        assert max(distances) <= EXACT
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("ranks", "plan"), [(2, "pipe=2,patches=3"), (3, "pipe=3,patches=2,warmup=2")])
+def test_every_micro_step_is_as_worked_out_by_hand(name: str, ranks: int, plan: str, worlds: Worlds) -> None:
+    for error, worst, count in worlds(ranks).run(against_naive, name, plan, **sized(name, steps=4)):
+        assert error <= EXACT and worst <= EXACT and count > 4
