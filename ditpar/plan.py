@@ -19,6 +19,7 @@ NOT_BUILT = {
     "tensor": "tensor parallelism",
 }
 COMPONENTS = ("all", "rank0")
+MAX_PATCHES = 64
 OF_PIPE = ("patches", "warmup", "split")
 
 
@@ -29,7 +30,7 @@ class Plan:
     Text form: `cfg=2,ulysses=2`; the empty plan prints as `single`. `components` says who holds text encoders and
     VAE: `all` ranks (the default where memory is plenty) or `rank0` alone; either way they *run* on one rank.
 
-    For `pipe` (PipeFusion): `patches` is the number of bands that a step is cut into (0: as many as stages), `warmup`
+    For `pipe` (PipeFusion): `patches` is the number of bands that a step is cut into (0: as many as stages, or as there are rows), `warmup`
     the number of first steps that run whole and exact, `split` how many blocks each stage has (`10/9`; balanced by
     estimated cost without it).
     """
@@ -59,6 +60,8 @@ class Plan:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 why = ": the first patched step would use keys and values that no step has computed" * (name == "warmup")
                 raise PlanError(f"plan: {name}={value!r} must be a whole number of at least 1{why}")
+        if self.patches > MAX_PATCHES:
+            raise PlanError(f"plan: patches={self.patches} must be at most {MAX_PATCHES}")
         if self.split and not all(n.isdecimal() and int(n) > 0 for n in self.split.split("/")):
             raise PlanError(f"plan: split={self.split!r} must be numbers of blocks like 10/9, one for each stage")
         if self.pipe == 1:

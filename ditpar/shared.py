@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 from collections import deque
@@ -25,6 +26,8 @@ _DATA, _GROWN, _FREE = b"d", b"g", b"f"
 LOCK_STEP = 2
 """Messages ahead of the peer where both ranks do the same thing at the same time."""
 _PAGE = mmap.PAGESIZE
+_SOCKET_BYTES = 4 << 20
+"""For announcements that the peer has not read yet: a sender blocked by these could block a whole ring."""
 
 
 class PeerGone(RuntimeError):
@@ -36,6 +39,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, peer: int, timeout: float) -> None:
         sock.settimeout(timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self.sock, self.peer = sock, peer
         self._out: dict[int, Tensor] = {}
         self._in: dict[int, Tensor] = {}
@@ -45,6 +49,8 @@ class Channel:
     def send(self, tensor: Tensor, ahead: int = LOCK_STEP) -> None:
         """Copies the tensor out; waits only when the peer is `ahead` messages behind."""
         size = tensor.numel() * tensor.element_size()
+        while select.select([self.sock], [], [], 0)[0]:  # slots handed back, which else would fill the peer's socket
+            self._receive()
         while not self._free and len(self._out) >= ahead:
             self._receive()
         slot = next((s for s in self._free if self._out[s].numel() >= size), None)
@@ -127,8 +133,8 @@ def connect(rank: int, world: int, all_gather: Callable[[Any], list[Any]], timeo
         timeout: seconds without a message after which a wait fails.
     """
     name = f"\0ditpar-{secrets.token_hex(12)}"
-    able = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET") and Path("/proc/self/ns/net").exists()
-    with socket.socket(socket.AF_UNIX, getattr(socket, "SOCK_SEQPACKET", socket.SOCK_STREAM)) as listener:
+    able = hasattr(os, "memfd_create") and Path("/proc/self/ns/net").exists()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         if able:
             listener.bind(name)
             listener.listen(world)

@@ -91,6 +91,8 @@ def possible_sabotages(case: Case) -> list[str]:
         kinds.append("branch shifted")
     if plan.data > 1:
         kinds.append("samples shifted")
+    if plan.pipe > 1:
+        kinds.append("stages shifted")
     return kinds
 
 
@@ -104,6 +106,12 @@ def _sabotage(engine, kind: str) -> None:
                     exchange(method, [t.roll(1, dims=-2) for t in send], recv)
 
                 group.exchange = by_one_row
+            continue
+        if kind == "stages shifted":
+            after = binding.stage.after
+            if after is not None:
+                send = after.send
+                after.send = lambda *tensors, send=send: send(*(t.roll(1, dims=1) for t in tensors))
             continue
         sequence = binding.sequence
         if kind == "rows swapped":
@@ -132,8 +140,8 @@ def _sabotage(engine, kind: str) -> None:
         elif kind == "mask dropped":
             attend = sequence.attend
 
-            def unmasked(rows, q, k, v, mask, scale, local, attend=attend):
-                return attend(rows, q, k, v, None, scale, local)
+            def unmasked(layer, rows, q, k, v, mask, scale, local, attend=attend):
+                return attend(layer, rows, q, k, v, None, scale, local)
 
             sequence.attend = unmasked
         else:

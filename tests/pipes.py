@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +13,25 @@ from naive import Naive, measured
 from parity import distance
 
 import ditpar
-from ditpar.conformance import tiny
+from ditpar.conformance.variants import variants
 from ditpar.dataflow.deferred import resolve
 from ditpar.engine.undo import Changes
 from ditpar.family import families
 from ditpar.stage.program import Kind
 
 
-def pair(name: str, plan: str, **options: Any) -> tuple[float, int, int, dict[Any, int]]:
-    """The same call stock and under a plan: their distance, calls as a whole and in bands, operations that forced."""
+def _built(name: str, variant: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The family, a new pipeline of the variant, and its call."""
     family = families()[name]
-    build = options.pop("build", {})
-    pipe = tiny.build(family, **build)
-    call = tiny.inputs(family, pipe, **options)
+    kind = next(v for v in variants(family) if v.name == variant)
+    kind = replace(kind, config={**kind.config, **options.pop("build", {})})
+    pipe = kind.build(family)
+    return family, pipe, kind.inputs(family, pipe, **options)
+
+
+def pair(name: str, plan: str, variant: str = "plain", **options: Any) -> tuple[float, int, int, dict[Any, int]]:
+    """The same call stock and under a plan: their distance, calls as a whole and in bands, operations that forced."""
+    _, pipe, call = _built(name, variant, options)
     generator = call.get("generator")
     state = generator.get_state() if isinstance(generator, torch.Generator) else None
     want = pipe(**call)[0]
@@ -36,10 +43,9 @@ def pair(name: str, plan: str, **options: Any) -> tuple[float, int, int, dict[An
     return distance(got, want), calls.synchronous, calls.patched, dict(pipe._ditpar.forced)
 
 
-def patched_at_the_same_point(name: str, plan: str, **options: Any) -> list[float]:
+def patched_at_the_same_point(name: str, plan: str, variant: str = "plain", **options: Any) -> list[float]:
     """Each branch's call as a warm-up, then in bands at the same latents and time: distances to the stock result."""
-    family = families()[name]
-    pipe = tiny.build(family, **options.pop("build", {}))
+    _, pipe, request = _built(name, variant, {"steps": 2, **options})
     taken: list[dict[str, Any]] = []
     outputs: list[torch.Tensor] = []
     names = list(inspect.signature(type(pipe.transformer).forward).parameters)[1:]
@@ -49,14 +55,15 @@ def patched_at_the_same_point(name: str, plan: str, **options: Any) -> list[floa
         outputs.append(out[0].clone())
 
     hook = pipe.transformer.register_forward_hook(take, with_kwargs=True)
-    pipe(**tiny.inputs(family, pipe, steps=1, **options))
+    pipe(**request)
     hook.remove()
+    taken = [call for call in taken if call["hidden_states"] is taken[0]["hidden_states"]]  # those of the first step
     ditpar.parallelize(pipe, plan)
     engine, distances = pipe._ditpar, []
     with changed(pipe), torch.no_grad():
         for hidden in (taken[0]["hidden_states"], taken[0]["hidden_states"].clone()):
             results = [pipe.transformer(**{**call, "hidden_states": hidden})[0] for call in taken]
-            distances += [distance(resolve(r), want) for r, want in zip(results, outputs, strict=True)]
+            distances += [distance(resolve(r), want) for r, want in zip(results, outputs, strict=False)]
         assert engine.calls.synchronous == engine.calls.patched == len(taken)
     return distances
 
@@ -73,12 +80,11 @@ def changed(pipe: Any) -> Iterator[None]:
         changes.undo()
 
 
-def against_naive(name: str, plan: str, **options: Any) -> tuple[float, float, int]:
+def against_naive(name: str, plan: str, variant: str = "plain", **options: Any) -> tuple[float, float, int]:
     """A real run against the one worked out by hand: distance of the results, worst distance of the states after a
     micro-step, and the number of micro-steps compared."""
-    family = families()[name]
-    build = options.pop("build", {})
-    pipe = tiny.build(family, **build)
+    family, pipe, call = _built(name, variant, dict(options))
+    _, other, _ = _built(name, variant, dict(options))
     ditpar.parallelize(pipe, plan)
     engine = pipe._ditpar
     units, states = [], []
@@ -94,11 +100,9 @@ def against_naive(name: str, plan: str, **options: Any) -> tuple[float, float, i
         states.append({path: measured(*known[n][:2]) for path, n in layers.items() if n in known})
 
     engine.calls._run_unit = noting
-    call = tiny.inputs(family, pipe, **options)
     state = call["generator"].get_state()
     got = pipe(**call)[0]
     bands = next(([u.rows for u in units if u.run == first.run] for first in units if first.kind is Kind.PATCH), [])
-    other = tiny.build(family, **build)
     naive = Naive(family, bands, engine.plan.warmup)
     call["generator"].set_state(state)
     with naive.on(other.transformer):

@@ -24,15 +24,17 @@ UNGUIDED = {"guidance"}
 """Variants that make one call a step, for which cfg=2 is refused."""
 ONE_PROMPT = ("QwenImageEditPlusPipeline",)
 """Pipelines that take one prompt a call; they make several images of it."""
-TWO = ("ulysses=2", "ring=2", "cfg=2", "data=2")
-THREE = ("ulysses=3", "ring=3")
+TWO = ("ulysses=2", "ring=2", "cfg=2", "data=2", "pipe=2,warmup=99")
+THREE = ("ulysses=3", "ring=3", "pipe=3,warmup=99")
 FOUR = ("ring=2,ulysses=2", "cfg=2,ulysses=2", "cfg=2,ring=2", "data=2,cfg=2", "data=2,ulysses=2")
+PIPES = tuple(f"pipe=2,{axis}=2,warmup=99" for axis in ("cfg", "ulysses", "ring", "data"))
+"""Every step of a stage pipeline is whole here; patched steps have tests of their own (test_pipefusion.py)."""
 
 
 def cases() -> Iterator[Case]:
     for family in families().values():
         for i, variant in enumerate(variants(family)):
-            for plan in (*TWO, *THREE, *FOUR) if i == 0 else (*TWO, THREE[0], FOUR[0]):
+            for plan in (*TWO, *THREE, *FOUR, *PIPES) if i == 0 else (*TWO, THREE[0], FOUR[0]):
                 degrees = Plan.parse(plan)
                 if degrees.cfg > 1 and variant.name in UNGUIDED:
                     continue

@@ -8,6 +8,9 @@ import pytest
 from pipes import against_naive, pair, patched_at_the_same_point
 from world import Worlds
 
+from ditpar.conformance.variants import variants
+from ditpar.family import families
+
 FAMILIES = ("flux", "sd3", "pixart", "qwenimage", "wan")
 SIZE: dict[str, dict[str, Any]] = {"wan": {"num_frames": 17}}
 """Five latent frames, so that there are bands to cut."""
@@ -15,8 +18,9 @@ EXACT = 1e-5
 WHOLE = "warmup=99"
 
 
-def sized(name: str, **options: Any) -> dict[str, Any]:
-    return {"size": (64, 64), **SIZE.get(name, {}), **options}
+def sized(name: str, variant: str = "plain", **options: Any) -> dict[str, Any]:
+    edits = name == "qwenimage" and variant in ("reference", "two modulations")  # these choose the size themselves
+    return ({} if edits else {"size": (64, 64)}) | SIZE.get(name, {}) | options
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -41,8 +45,29 @@ def test_a_patched_pass_at_the_point_of_the_warm_up_is_exact(name: str, patches:
         assert max(distances) <= EXACT
 
 
+OTHERS = [(name, v.name) for name in FAMILIES for v in variants(families()[name])[1:]]
+
+
+@pytest.mark.parametrize(("name", "variant"), OTHERS)
+def test_it_is_for_every_variant(name: str, variant: str, worlds: Worlds) -> None:
+    plan = "pipe=2,patches=3"
+    for distances in worlds(2).run(patched_at_the_same_point, name, plan, variant, **sized(name, variant)):
+        assert max(distances) <= EXACT
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("ranks", "plan"), [(2, "pipe=2,patches=3"), (3, "pipe=3,patches=2,warmup=2")])
 def test_every_micro_step_is_as_worked_out_by_hand(name: str, ranks: int, plan: str, worlds: Worlds) -> None:
     for error, worst, count in worlds(ranks).run(against_naive, name, plan, **sized(name, steps=4)):
+        assert error <= EXACT and worst <= EXACT and count > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("flux", "reference"), ("sd3", "dual attention"), ("pixart", "masked"), ("qwenimage", "masked")]
+    + [("flux", "start image"), ("wan", "token times"), ("wan", "start image")],
+)
+def test_so_it_is_for_variants(name: str, variant: str, worlds: Worlds) -> None:
+    plan = "pipe=2,patches=3"
+    for error, worst, count in worlds(2).run(against_naive, name, plan, variant, **sized(name, variant, steps=4)):
         assert error <= EXACT and worst <= EXACT and count > 4

@@ -136,3 +136,18 @@ def test_ranks_find_each_other():
 
 def test_ranks_on_several_hosts_get_no_channels():
     assert connect(0, 2, lambda mine: [mine, ("another host", "")], 1.0) is None
+
+
+def test_a_sender_that_is_far_ahead_uses_slots_again_and_never_blocks_its_peer(pair):
+    a, b = pair
+    into = torch.empty(50)
+    for i in range(2000):
+        a.send(torch.full((50,), float(i)), ahead=256)
+        b.recv(into)
+        assert into[0] == i
+    assert len(a._out) <= 2
+    for i in range(200):
+        a.send(torch.full((50,), float(i)), ahead=256)
+    for i in range(200):
+        b.recv(into)
+        assert into[0] == i

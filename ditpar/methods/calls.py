@@ -180,13 +180,13 @@ class Calls:
             lead = text
         elif text:
             lead = text / (hidden[0, 0].numel() / rows / stage.grain**2) if hidden.ndim == 4 else 0.0
-        try:
-            return cut.bands(rows, plan.patches or plan.pipe, grain, lead)
-        except ValueError:
+        grains = -(-rows // grain)
+        if plan.patches > grains:
             raise PlanError(
-                f"plan: patches={plan.patches or plan.pipe}: the latents have {rows} rows, in steps of {grain}; "
-                f"use patches={rows // grain} at most, or a larger size"
-            ) from None
+                f"plan: patches={plan.patches}: the latents have {rows} rows, in steps of {grain}; "
+                f"use patches={grains} at most, or a larger size"
+            )
+        return cut.bands(rows, plan.patches or min(plan.pipe, grains), grain, lead)
 
     def _slot(self, name: str, hidden: Tensor, rest: dict[str, Any]) -> tuple[Slot, bool]:
         """The state of the call's branch, and whether it is new.

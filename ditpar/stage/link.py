@@ -10,8 +10,8 @@ from torch import Tensor
 from ditpar.comm import Group, Work
 
 AHEAD = 256
-"""Messages that a sender may be ahead of its receiver: more than a round has, since a stage that waited for the next
-one to receive could wait for itself around the ring."""
+"""Messages that a sender may be ahead of its receiver: more than a round has (`MAX_PATCHES`, both branches, text), since a
+stage that waited for the next one to receive could wait for itself around the ring."""
 
 
 class Link:
