@@ -69,7 +69,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     counters = Counters()
     alone = Group([dist.get_rank() if dist.is_initialized() else 0], 0, None, counters)
     if world == 1:
-        return Mesh(plan, *[alone] * 9, counters=counters)
+        return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, alone, alone, counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
     made = _layouts()
 

@@ -20,6 +20,7 @@ NOT_BUILT = {
 }
 COMPONENTS = ("all", "rank0")
 MAX_PATCHES = 64
+"""Bands of a step: beyond, senders could be further ahead than what a link holds."""
 OF_PIPE = ("patches", "warmup", "split")
 
 
@@ -58,7 +59,9 @@ class Plan:
         for name, least in (("patches", 0), ("warmup", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                why = ": the first patched step would use keys and values that no step has computed" * (name == "warmup")
+                why = ": the first patched step would use keys and values that no step has computed" * (
+                    name == "warmup"
+                )
                 raise PlanError(f"plan: {name}={value!r} must be a whole number of at least 1{why}")
         if self.patches > MAX_PATCHES:
             raise PlanError(f"plan: patches={self.patches} must be at most {MAX_PATCHES}")
@@ -67,7 +70,9 @@ class Plan:
         if self.pipe == 1:
             for f in fields(self):
                 if f.name in OF_PIPE and getattr(self, f.name) != f.default:
-                    raise PlanError(f"plan: {f.name}={getattr(self, f.name)} needs a stage pipeline; add pipe=2 or leave it out")
+                    raise PlanError(
+                        f"plan: {f.name}={getattr(self, f.name)} needs a stage pipeline; add pipe=2 or leave it out"
+                    )
 
     @classmethod
     def parse(cls, text: str | Plan) -> Plan:

@@ -41,7 +41,11 @@ class Naive:
 
     @contextmanager
     def on(self, transformer: Any) -> Iterator[None]:
-        stock_forward, sdpa, dispatched = transformer.forward, F.scaled_dot_product_attention, dispatch.dispatch_attention_fn
+        stock_forward, sdpa, dispatched = (
+            transformer.forward,
+            F.scaled_dot_product_attention,
+            dispatch.dispatch_attention_fn,
+        )
         sites = []
         for name in self.family.blocks:
             for i, block in enumerate(getattr(transformer, name)):
@@ -115,7 +119,7 @@ class Naive:
         fresh = torch.zeros(k.shape[1], dtype=torch.bool)
         fresh[offset + first : offset + end] = True
         if lo == 0 and text:
-            fresh[: text] = True if self.family.joint == "text_first" else fresh[:text]
+            fresh[:text] = True if self.family.joint == "text_first" else fresh[:text]
             if self.family.joint == "image_first":
                 fresh[image:] = True
         old = self.kept.get((self._branch, path), (torch.zeros_like(k), torch.zeros_like(v)))

@@ -154,7 +154,9 @@ def strengths(pipeline: str, family: Any, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("plan", [PLAN, WHOLE])
-@pytest.mark.parametrize(("family", "pipeline"), [(FLUX, "FluxImg2ImgPipeline"), (SD3, "StableDiffusion3Img2ImgPipeline")])
+@pytest.mark.parametrize(
+    ("family", "pipeline"), [(FLUX, "FluxImg2ImgPipeline"), (SD3, "StableDiffusion3Img2ImgPipeline")]
+)
 def test_strength_shortens_the_loop(family: Any, pipeline: str, plan: str, worlds: Worlds) -> None:
     for found in worlds(2).run(strengths, pipeline, family, plan):
         assert found["error"] <= EXACT and found["runs"] in (3, 6), found
@@ -406,4 +408,3 @@ def too_many() -> str:
 
 def test_more_stages_than_blocks(worlds: Worlds) -> None:
     assert all("use pipe=3 at most" in message for message in worlds(4).run(too_many))
-

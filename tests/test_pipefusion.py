@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipes import against_naive, pair, patched_at_the_same_point
+from staged import against_naive, pair, patched_at_the_same_point
 from world import Worlds
 
 from ditpar.conformance.variants import variants
@@ -64,8 +64,15 @@ def test_every_micro_step_is_as_worked_out_by_hand(name: str, ranks: int, plan: 
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("flux", "reference"), ("sd3", "dual attention"), ("pixart", "masked"), ("qwenimage", "masked")]
-    + [("flux", "start image"), ("wan", "token times"), ("wan", "start image")],
+    [
+        ("flux", "reference"),
+        ("flux", "start image"),
+        ("sd3", "dual attention"),
+        ("pixart", "masked"),
+        ("qwenimage", "masked"),
+        ("wan", "token times"),
+        ("wan", "start image"),
+    ],
 )
 def test_so_it_is_for_variants(name: str, variant: str, worlds: Worlds) -> None:
     plan = "pipe=2,patches=3"

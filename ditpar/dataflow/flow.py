@@ -154,7 +154,9 @@ def _checked(evaluate: Evaluate, plain: list[tuple[Tensor, int]], what: str) -> 
 
     def checked(lo: int, hi: int) -> Tensor:
         if any(tensor._version != version for tensor, version in plain):
-            raise StaleError(f"a tensor that {what} was given was changed in place before its deferred result was needed")
+            raise StaleError(
+                f"a tensor that {what} was given was changed in place before its deferred result was needed"
+            )
         return evaluate(lo, hi)
 
     return checked

@@ -128,7 +128,10 @@ class Binding:
             stock = module.processor
             known = self._twins.get(path)
             if known is None or known[0] is not stock:
-                known = self._twins[path] = (stock, twin(stock, Site(sequence, rows, self.token), self.family.not_empty))
+                known = self._twins[path] = (
+                    stock,
+                    twin(stock, Site(sequence, rows, self.token), self.family.not_empty),
+                )
             else:  # the twin follows its original: a backend may have been chosen since
                 vars(known[1]).update(vars(stock) | {"_parallel_config": known[1]._parallel_config})
             changes.set(module, "processor", known[1])

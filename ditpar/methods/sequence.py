@@ -173,7 +173,15 @@ class Sequence:
         self.image = split(self.image_span.size, self.group.size)
 
     def attend(
-        self, layer: int, rows: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, local: Local
+        self,
+        layer: int,
+        rows: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        local: Local,
     ) -> Tensor:
         """See attention.site.Strategy."""
         sizes = [i + t for i, t in zip(self.image, self.text, strict=True)] if rows == "joint" else self.image

@@ -59,7 +59,7 @@ class Stage:
         self.after = Link(mesh.pipe, self.index + 1, METHOD) if not self.last else None
         self.grain = 1
         if family.output == "latent":  # rows of the latents that make one row of tokens
-            size = transformer.config.patch_size
+            size: Any = transformer.config["patch_size"]  # type: ignore[index]
             self.grain = size if isinstance(size, int) else size[0]
         self.once: dict[str, Any] = {}
         self._entered = self._left = False
@@ -135,7 +135,9 @@ class Stage:
 
         return wrapped
 
-    def once_modules(self, transformer: nn.Module, blocks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module, bool]]:
+    def once_modules(
+        self, transformer: nn.Module, blocks: Mapping[str, nn.Module]
+    ) -> list[tuple[str, nn.Module, bool]]:
         """The modules of the Family's `per_step` and `per_request`, as (path, module, per request).
 
         Those within compiled blocks are left out.

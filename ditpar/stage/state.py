@@ -38,7 +38,9 @@ class StaleKV:
             known = self._layers[layer] = (k.new_empty(shape), v.new_empty((*shape[:-1], v.shape[-1])), kept)
         keys, values, kept = known
         if keys.shape[0] != k.shape[0] or keys.shape[1] != rows or (kept is None) != (mask is None):
-            raise AssertionError(f"layer {layer}: its state holds {list(keys.shape)}, not {rows} rows of {list(k.shape)}")
+            raise AssertionError(
+                f"layer {layer}: its state holds {list(keys.shape)}, not {rows} rows of {list(k.shape)}"
+            )
         for (lo, hi), (to, end) in places:
             keys[:, to:end] = k[:, lo:hi]
             values[:, to:end] = v[:, lo:hi]
