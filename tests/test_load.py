@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import io
+import json
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.callbacks import PipelineCallback
 from parity import distance
 from test_conventions import lora_state
 
 import ditpar
 from ditpar.errors import GangError, ModelError, PlanError, RequestError
-from ditpar.gang.modelfolder import DEFAULT_MODEL, defaults
+from ditpar.gang.modelfolder import DEFAULT_MODEL, defaults, read_model
 
 PROMPT = "red apple"
 SHORT: dict[str, Any] = {"num_inference_steps": 2}
@@ -67,12 +72,14 @@ def test_return_dict_false_gives_a_tuple(pipe: Any) -> None:
 
 def test_the_models_defaults_fill_in_and_yield_to_what_is_given(pipe: Any) -> None:
     steps: list[int] = []
-    short = pipe(
-        PROMPT, generator=1, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, output_type="latent"
-    ).images
-    assert len(steps) == 24
-    unguided = pipe(PROMPT, generator=1, output_type="latent", true_cfg_scale=1.5).images
-    assert distance(short, unguided) > 1e-3
+    small = {"generator": 1, "output_type": "latent", "height": 64, "width": 64}
+    plain = pipe(PROMPT, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, **small).images
+    assert len(steps) == 24 and plain.shape == (1, 16, 32)
+    for given in ({"true_cfg_scale": 1.5}, {"max_sequence_length": 8}, {"negative_prompt": "pizza"}):
+        assert distance(plain, pipe(PROMPT, **given, **small).images) > 1e-3
+    embeds = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), pipe.encode_prompt(PROMPT, PROMPT), strict=False))
+    negative = {f"negative_{name}": value for name, value in embeds.items()}
+    pipe(**embeds, **negative, **small, **SHORT)  # to which no default text is added
 
 
 def test_generators_advance_as_in_a_single_run(pipe: Any, stock: Any) -> None:
@@ -157,24 +164,107 @@ def test_another_thread_can_interrupt(pipe: Any) -> None:
     assert 0 < len(steps) < 150
 
 
-def test_a_callback_cannot_use_the_pipeline(pipe: Any) -> None:
-    def again(*_: Any) -> None:
-        pipe(PROMPT)
+def test_a_callback_may_use_the_pipeline_as_stock_callbacks_do(pipe: Any, stock: Any) -> None:
+    """Reads properties and the scheduler, switches guidance off, decodes a preview, draws random numbers."""
 
-    with pytest.raises(RequestError, match="middle of this thread's own request"):
+    def callback(given: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        sigmas = given.scheduler.sigmas
+        latents = (
+            tensors["latents"] + 0.01 * torch.randn(tensors["latents"].shape) + 0.01 * torch.randn(1, generator=own)
+        )
+        unpacked = given._unpack_latents(latents, 64, 64, given.vae_scale_factor)
+        preview = given.vae.decode(unpacked / given.vae.config.scaling_factor, return_dict=False)[0]
+        seen.append((given.num_timesteps, float(sigmas[step]), given.guidance_scale, preview.detach()))
+        given._guidance_scale = 7.0 + step
+        return {"latents": latents}
+
+    results = []
+    for each in (pipe, stock):
+        seen: list[Any] = []
+        own = seeded()
+        torch.manual_seed(11)
+        call = {**DEFAULTS, "height": 64, "width": 64, "num_inference_steps": 3}
+        out = each(PROMPT, generator=own, callback_on_step_end=callback, output_type="latent", **call).images
+        results.append((out, seen, torch.get_rng_state(), own.get_state()))
+    (got, mine, *states), (want, theirs, *stock_states) = results
+    assert distance(got, want) <= 1e-5 and all(map(torch.equal, states, stock_states))
+    assert [m[:3] for m in mine] == [t[:3] for t in theirs] and [m[2] for m in mine] == [3.5, 7.0, 8.0]
+    assert max(distance(m[3], t[3]) for m, t in zip(mine, theirs, strict=True)) <= 1e-5
+
+
+def test_an_edit_in_place_needs_no_return(pipe: Any, stock: Any) -> None:
+    def edit(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["latents"].mul_(0.5)
+        return {}
+
+    run = lambda p: p(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images  # noqa: E731
+    assert distance(run(pipe), run(stock)) <= 1e-5
+
+
+def test_a_pipeline_callback_says_what_it_wants(pipe: Any, stock: Any) -> None:
+    class Halve(PipelineCallback):
+        tensor_inputs = ("latents", "prompt_embeds")
+
+        def callback_fn(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            assert set(tensors) == {"latents", "prompt_embeds"}
+            return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
+
+    halve = Halve(cutoff_step_ratio=None, cutoff_step_index=0)
+    call = {"generator": 3, "callback_on_step_end": halve, "output_type": "latent"}
+    got = pipe(PROMPT, **call, **DEFAULTS).images
+    told = {"generator": seeded(3), "callback_on_step_end_tensor_inputs": list(Halve.tensor_inputs)}
+    assert distance(got, stock(PROMPT, **{**call, **told}, **DEFAULTS).images) <= 1e-5
+
+
+def test_a_callback_cannot_start_a_request_and_its_error_is_the_callers(pipe: Any) -> None:
+    pids = [m["pid"] for m in pipe.memory()]
+    mine = LookupError("mine")
+
+    def again(given: Any, *_: Any) -> None:
+        given(PROMPT)
+
+    def wrong(*_: Any) -> None:
+        raise mine
+
+    def unsendable(*_: Any) -> dict[str, Any]:
+        return {"latents": lambda: 0}
+
+    with pytest.raises(RequestError, match="a callback cannot start another request"):
         pipe(PROMPT, generator=1, callback_on_step_end=again, **SHORT)
+    with pytest.raises(LookupError) as caught:
+        pipe(PROMPT, generator=1, callback_on_step_end=wrong, **SHORT)
+    assert caught.value is mine
+    with pytest.raises(RequestError, match="callback_on_step_end returned what cannot be sent"):
+        pipe(PROMPT, generator=1, callback_on_step_end=unsendable, **SHORT)
     pipe(PROMPT, generator=1, output_type="latent", **SHORT)
+    assert [m["pid"] for m in pipe.memory()] == pids
+
+
+def test_the_progress_bar_is_drawn_here(pipe: Any) -> None:
+    file = io.StringIO()
+    pipe.set_progress_bar_config(file=file, desc="painting", ncols=60)
+    pipe(PROMPT, generator=1, num_inference_steps=3, output_type="latent")
+    assert "painting: 100%" in file.getvalue() and "3/3" in file.getvalue()
+    pipe.set_progress_bar_config(disable=True)
+    pipe(PROMPT, generator=1, output_type="latent", **SHORT)
+    assert "2/2" not in file.getvalue()
 
 
 def test_scheduler_swap(pipe: Any, stock: Any) -> None:
     before = pipe.scheduler
     swapped = diffusers.FlowMatchEulerDiscreteScheduler.from_config(before.config, shift=3.0)
+    run = lambda p: p(PROMPT, generator=seeded(), output_type="latent", **DEFAULTS).images  # noqa: E731
+    plain = run(pipe)
     try:
         pipe.scheduler = stock.scheduler = swapped
-        got = pipe(PROMPT, generator=seeded(), output_type="latent", **SHORT).images
-        assert distance(got, stock(PROMPT, generator=seeded(), output_type="latent", **DEFAULTS).images) <= 1e-5
+        got, want = run(pipe), run(stock)
+        assert distance(got, want) <= 1e-5 and distance(got, plain) > 1e-3
+        assert pipe.scheduler is swapped and torch.equal(pipe.scheduler.sigmas, stock.scheduler.sigmas)
+        pipe.scheduler.set_shift(6.0)  # changed, not replaced
+        assert distance(run(pipe), run(stock)) <= 1e-5 and distance(run(pipe), got) > 1e-3
     finally:
         pipe.scheduler = stock.scheduler = before
+    assert torch.equal(run(pipe), plain)
 
 
 def test_lora(pipe: Any, stock: Any, tmp_path: Any) -> None:
@@ -209,19 +299,73 @@ def test_a_lora_that_matches_nothing_is_an_error(pipe: Any) -> None:
     pipe(PROMPT, generator=1, output_type="latent", **SHORT)
 
 
-def test_attributes_methods_and_saving(pipe: Any, stock: Any, tmp_path: Any) -> None:
-    assert pipe.vae_scale_factor == stock.vae_scale_factor
+def test_attributes(pipe: Any, stock: Any) -> None:
+    assert isinstance(pipe, diffusers.FluxPipeline)
+    assert pipe.vae_scale_factor == stock.vae_scale_factor and pipe.name_or_path == str(DEFAULT_MODEL)
+    assert {(k, tuple(v)) for k, v in pipe.config.items() if k[0] != "_"} == {
+        (k, tuple(v)) for k, v in stock.config.items() if k[0] != "_"
+    }
     assert pipe.transformer.config["num_layers"] == stock.transformer.config["num_layers"]
-    assert pipe.dtype == torch.float32 and pipe.device == torch.device("cpu") and pipe.to("cpu") is pipe
-    with pytest.raises(RequestError, match="cuda"):
-        pipe.to("cuda")
+    assert pipe.dtype == torch.float32 and pipe.device == torch.device("cpu")
+    assert pipe.to("cpu") is pipe and pipe.to(torch.float32) is pipe
+    for wanted in ("cuda", torch.bfloat16):
+        with pytest.raises(RequestError, match=r"choose by ditpar.load"):
+            pipe.to(wanted)
+    with pytest.raises(RequestError, match="leave it out"):
+        pipe.enable_model_cpu_offload()
     with pytest.raises(AttributeError, match="made_up"):
         _ = pipe.made_up
     with pytest.raises(AttributeError, match="made_up"):
         pipe.made_up = 1
-    pipe.save_pretrained(tmp_path / "copy")
-    assert (tmp_path / "copy" / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size > 1 << 20
-    assert {"rank", "pid", "rss"} == set(pipe.memory()[0]) and len(pipe.memory()) == 2
+    with pytest.raises(AttributeError, match="transformer cannot be set"):
+        pipe.transformer = stock.transformer
+    assert set(pipe.components) == set(stock.components) and pipe.components["image_encoder"] is None
+    assert pipe.tokenizer("red apple").input_ids == stock.tokenizer("red apple").input_ids
+    memory = pipe.memory()
+    assert len(memory) == 2 and all(0 < m["pss"] <= m["rss"] for m in memory)
+
+
+def test_methods_run_on_all_ranks_and_below_components(pipe: Any, stock: Any) -> None:
+    got = pipe.encode_prompt(PROMPT, PROMPT, max_sequence_length=16)
+    want = stock.encode_prompt(PROMPT, PROMPT, max_sequence_length=16)
+    assert all(distance(g, w) <= 1e-5 for g, w in zip(got[:2], (w.detach() for w in want[:2]), strict=True))
+    assert inspect.signature(pipe.encode_prompt) == inspect.signature(stock.encode_prompt)
+    pipe.vae.enable_tiling()
+    assert pipe.vae.use_tiling is True
+    pipe.vae.use_tiling = False
+    assert pipe.vae.use_tiling is False
+    with pytest.raises(RequestError, match="pipe.transformer.parameters gives what cannot leave the ranks"):
+        pipe.transformer.parameters()
+    with pytest.raises(RequestError, match="cannot be sent to the ranks"):
+        pipe.encode_prompt(lambda: "a local function")
+
+
+def test_a_saved_copy_gives_the_same_bits(pipe: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a relative path is the caller's
+    pipe.save_pretrained("copy")
+    copy = diffusers.DiffusionPipeline.from_pretrained("copy", torch_dtype=torch.float32)
+    copy.set_progress_bar_config(disable=True)
+    assert type(copy) is diffusers.FluxPipeline
+    state = copy.vae.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipe.vae.state_dict().items())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        pipe.save_pretrained("file/below")
+
+
+def test_other_threads_can_look_while_a_request_runs(pipe: Any) -> None:
+    looked: list[Any] = []
+
+    def callback(*_: Any) -> dict[str, Any]:
+        thread = threading.Thread(
+            target=lambda: looked.append((pipe.device, pipe.num_timesteps, pipe.scheduler.config.shift))
+        )
+        thread.start()
+        thread.join(5)
+        return {}
+
+    pipe(PROMPT, generator=1, callback_on_step_end=callback, output_type="latent", **SHORT)
+    assert looked == [(torch.device("cpu"), 2, pipe.scheduler.config.shift)] * 2
 
 
 def test_the_pipelines_own_errors_leave_the_gang_alive(pipe: Any) -> None:
@@ -281,9 +425,67 @@ def test_impossible_plans_are_refused_before_anything_starts(kwargs: dict[str, A
         ditpar.load(DEFAULT_MODEL, **kwargs)
 
 
-def test_models_that_cannot_be_used() -> None:
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [({"threads": 0}, "threads=0"), ({"device": "tpu"}, "device='tpu'"), ({"device_map": "auto"}, "device_map")],
+)
+def test_other_arguments_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        ditpar.load(DEFAULT_MODEL, **kwargs)
+
+
+def test_from_pretrained_arguments_are_passed_on(tmp_path: Any) -> None:
+    with ditpar.load(DEFAULT_MODEL, dtype=torch.bfloat16, text_encoder=None, tokenizer=None, device="cpu") as pipe:
+        assert pipe.dtype == torch.bfloat16 and pipe.text_encoder is None
+        assert pipe.transformer.dtype == torch.bfloat16
+
+
+def test_names_that_are_no_models() -> None:
     for name in ("/no/such/folder", "nobody-at-all"):
         with pytest.raises(ModelError, match="no folder"):
             ditpar.load(name)
     with pytest.raises(ModelError, match="neither a folder nor a model"):
         ditpar.load("nobody/nothing")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model that a test may break."""
+    return Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "model"))
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
+        (lambda f: (f / "model_index.json").write_text("{"), "model_index.json cannot be read as JSON"),
+        (lambda f: (f / "model_index.json").write_text("[]"), "must hold a JSON object"),
+        (lambda f: (f / "model_index.json").write_text("{}"), "names no pipeline class"),
+        (lambda f: shutil.rmtree(f / "vae"), "component folder .*vae is missing"),
+        (lambda f: (f / WEIGHTS).unlink(), "no .*safetensors weights"),
+        (lambda f: cut(f / WEIGHTS, 100_000), "truncated"),
+        (lambda f: cut(f / WEIGHTS, 20), "truncated"),
+        (lambda f: cut(f / WEIGHTS, 0), "truncated"),
+        (lambda f: (f / WEIGHTS).rename(f / "transformer/diffusion_pytorch_model.bin"), "is a pickle"),
+        (lambda f: (f / "transformer/config.json").write_text("no"), "config.json cannot be read"),
+        (lambda f: (f / "ditpar.json").write_text('{"defaults": 3}'), "defaults must be an object"),
+    ],
+)
+def test_damaged_models_are_refused_by_the_name_of_the_file(folder: Path, damage: Any, words: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelError, match=words):
+        read_model(folder)
+
+
+def test_a_model_that_only_fails_to_load_says_why(folder: Path) -> None:
+    config = json.loads((folder / "vae/config.json").read_text())
+    (folder / "vae/config.json").write_text(json.dumps({**config, "latent_channels": 5}))
+    with pytest.raises(ModelError, match="could not be loaded"):
+        ditpar.load(folder)
