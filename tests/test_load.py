@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import inspect
 import io
-import json
-import shutil
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers.callbacks import PipelineCallback
 from parity import distance
 from test_conventions import lora_state
 
 import ditpar
 from ditpar.errors import GangError, ModelError, PlanError, RequestError
-from ditpar.gang.modelfolder import DEFAULT_MODEL, defaults, read_model
+from ditpar.gang.modelfolder import DEFAULT_MODEL, defaults
 
 PROMPT = "red apple"
 SHORT: dict[str, Any] = {"num_inference_steps": 2}
@@ -108,136 +104,6 @@ def test_a_list_of_generators(pipe: Any, stock: Any) -> None:
     assert distance(got, want) <= 1e-5
     with pytest.raises(ValueError, match="list of generators"):
         pipe(PROMPT, generator=two(), **SHORT)
-
-
-def test_callbacks_run_here_and_may_edit(pipe: Any, stock: Any) -> None:
-    def edit(given: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        assert threading.current_thread() is threading.main_thread()
-        seen.append((given, step, float(timestep), tensors["latents"].shape))
-        if step == 0:
-            return {"latents": tensors["latents"] * 0.5}
-        tensors["latents"].add_(0.1)
-        return tensors
-
-    results = []
-    for each in (pipe, stock):
-        seen: list[Any] = []
-        results.append(
-            each(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images
-        )
-        assert [s[0] is each for s in seen] == [True, True]
-        results.append(torch.tensor([s[2] for s in seen]))
-    assert distance(results[0], results[2]) <= 1e-5 and torch.equal(results[1], results[3])
-
-
-def test_a_callback_can_interrupt(pipe: Any) -> None:
-    steps: list[int] = []
-
-    def stop(given: Any, step: int, *_: Any) -> dict[str, Any]:
-        steps.append(step)
-        if step == 1:
-            given._interrupt = True
-        return {}
-
-    pipe(PROMPT, generator=1, callback_on_step_end=stop, output_type="latent")
-    assert steps == [0, 1]
-    assert not pipe(PROMPT, generator=1, output_type="latent", **SHORT).images.isnan().any()
-
-
-def test_another_thread_can_interrupt(pipe: Any) -> None:
-    steps: list[int] = []
-    running = threading.Event()
-
-    def count(_: Any, step: int, *__: Any) -> dict[str, Any]:
-        steps.append(step)
-        running.set()
-        return {}
-
-    def stop() -> None:
-        running.wait(20)
-        pipe._interrupt = True
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    pipe(PROMPT, generator=1, num_inference_steps=200, callback_on_step_end=count, output_type="latent")
-    thread.join()
-    assert 0 < len(steps) < 150
-
-
-def test_a_callback_may_use_the_pipeline_as_stock_callbacks_do(pipe: Any, stock: Any) -> None:
-    """Reads properties and the scheduler, switches guidance off, decodes a preview, draws random numbers."""
-
-    def callback(given: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        sigmas = given.scheduler.sigmas
-        latents = (
-            tensors["latents"] + 0.01 * torch.randn(tensors["latents"].shape) + 0.01 * torch.randn(1, generator=own)
-        )
-        unpacked = given._unpack_latents(latents, 64, 64, given.vae_scale_factor)
-        preview = given.vae.decode(unpacked / given.vae.config.scaling_factor, return_dict=False)[0]
-        seen.append((given.num_timesteps, float(sigmas[step]), given.guidance_scale, preview.detach()))
-        given._guidance_scale = 7.0 + step
-        return {"latents": latents}
-
-    results = []
-    for each in (pipe, stock):
-        seen: list[Any] = []
-        own = seeded()
-        torch.manual_seed(11)
-        call = {**DEFAULTS, "height": 64, "width": 64, "num_inference_steps": 3}
-        out = each(PROMPT, generator=own, callback_on_step_end=callback, output_type="latent", **call).images
-        results.append((out, seen, torch.get_rng_state(), own.get_state()))
-    (got, mine, *states), (want, theirs, *stock_states) = results
-    assert distance(got, want) <= 1e-5 and all(map(torch.equal, states, stock_states))
-    assert [m[:3] for m in mine] == [t[:3] for t in theirs] and [m[2] for m in mine] == [3.5, 7.0, 8.0]
-    assert max(distance(m[3], t[3]) for m, t in zip(mine, theirs, strict=True)) <= 1e-5
-
-
-def test_an_edit_in_place_needs_no_return(pipe: Any, stock: Any) -> None:
-    def edit(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        tensors["latents"].mul_(0.5)
-        return {}
-
-    run = lambda p: p(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images  # noqa: E731
-    assert distance(run(pipe), run(stock)) <= 1e-5
-
-
-def test_a_pipeline_callback_says_what_it_wants(pipe: Any, stock: Any) -> None:
-    class Halve(PipelineCallback):
-        tensor_inputs = ("latents", "prompt_embeds")
-
-        def callback_fn(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            assert set(tensors) == {"latents", "prompt_embeds"}
-            return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
-
-    halve = Halve(cutoff_step_ratio=None, cutoff_step_index=0)
-    call = {"generator": 3, "callback_on_step_end": halve, "output_type": "latent"}
-    got = pipe(PROMPT, **call, **DEFAULTS).images
-    told = {"generator": seeded(3), "callback_on_step_end_tensor_inputs": list(Halve.tensor_inputs)}
-    assert distance(got, stock(PROMPT, **{**call, **told}, **DEFAULTS).images) <= 1e-5
-
-
-def test_a_callback_cannot_start_a_request_and_its_error_is_the_callers(pipe: Any) -> None:
-    pids = [m["pid"] for m in pipe.memory()]
-    mine = LookupError("mine")
-
-    def again(given: Any, *_: Any) -> None:
-        given(PROMPT)
-
-    def wrong(*_: Any) -> None:
-        raise mine
-
-    def unsendable(*_: Any) -> dict[str, Any]:
-        return {"latents": lambda: 0}
-
-    with pytest.raises(RequestError, match="a callback cannot start another request"):
-        pipe(PROMPT, generator=1, callback_on_step_end=again, **SHORT)
-    with pytest.raises(LookupError) as caught:
-        pipe(PROMPT, generator=1, callback_on_step_end=wrong, **SHORT)
-    assert caught.value is mine
-    with pytest.raises(RequestError, match="callback_on_step_end returned what cannot be sent"):
-        pipe(PROMPT, generator=1, callback_on_step_end=unsendable, **SHORT)
-    pipe(PROMPT, generator=1, output_type="latent", **SHORT)
-    assert [m["pid"] for m in pipe.memory()] == pids
 
 
 def test_the_progress_bar_is_drawn_here(pipe: Any) -> None:
@@ -446,46 +312,3 @@ def test_names_that_are_no_models() -> None:
             ditpar.load(name)
     with pytest.raises(ModelError, match="neither a folder nor a model"):
         ditpar.load("nobody/nothing")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the bundled model that a test may break."""
-    return Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "model"))
-
-
-def cut(file: Path, size: int) -> None:
-    file.write_bytes(file.read_bytes()[:size])
-
-
-WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda f: (f / "model_index.json").unlink(), "model_index.json is missing"),
-        (lambda f: (f / "model_index.json").write_text("{"), "model_index.json cannot be read as JSON"),
-        (lambda f: (f / "model_index.json").write_text("[]"), "must hold a JSON object"),
-        (lambda f: (f / "model_index.json").write_text("{}"), "names no pipeline class"),
-        (lambda f: shutil.rmtree(f / "vae"), "component folder .*vae is missing"),
-        (lambda f: (f / WEIGHTS).unlink(), "no .*safetensors weights"),
-        (lambda f: cut(f / WEIGHTS, 100_000), "truncated"),
-        (lambda f: cut(f / WEIGHTS, 20), "truncated"),
-        (lambda f: cut(f / WEIGHTS, 0), "truncated"),
-        (lambda f: (f / WEIGHTS).rename(f / "transformer/diffusion_pytorch_model.bin"), "is a pickle"),
-        (lambda f: (f / "transformer/config.json").write_text("no"), "config.json cannot be read"),
-        (lambda f: (f / "ditpar.json").write_text('{"defaults": 3}'), "defaults must be an object"),
-    ],
-)
-def test_damaged_models_are_refused_by_the_name_of_the_file(folder: Path, damage: Any, words: str) -> None:
-    damage(folder)
-    with pytest.raises(ModelError, match=words):
-        read_model(folder)
-
-
-def test_a_model_that_only_fails_to_load_says_why(folder: Path) -> None:
-    config = json.loads((folder / "vae/config.json").read_text())
-    (folder / "vae/config.json").write_text(json.dumps({**config, "latent_channels": 5}))
-    with pytest.raises(ModelError, match="could not be loaded"):
-        ditpar.load(folder)

@@ -41,10 +41,12 @@ _BOOT = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from ditpar.gan
 def main() -> None:
     """Entry point of the fork server's process: its argument is the number of the socket's descriptor."""
     os.dup2(2, 1)  # standard output is the caller's alone
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for CUDA must not begin it before a fork
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks whose host was killed are reaped here, not left to init
     control = Wire(socket.socket(fileno=int(sys.argv[1])))
     _import(())
     serve(control, _host)
+    os._exit(0)  # at once: what was frozen for the children would only be taken for leaks
 
 
 def serve(control: Wire, life: Callable[[bytes, list[int]], None]) -> None:
@@ -65,6 +67,7 @@ def serve(control: Wire, life: Callable[[bytes, list[int]], None]) -> None:
             if kind == b"i":
                 _import(loads(data))
             elif kind == b"f":
+                gc.freeze()  # a collection would write to every page that is shared with the children
                 pid = _fork(control, life, data, fds)
                 children.running.add(pid)
                 control.send(b"p", dumps(pid))
@@ -156,7 +159,6 @@ def _host(data: bytes, fds: list[int]) -> None:
     wire.send(b"a", dumps(answer))
     if answer.error is None:
         gc.collect()
-        gc.freeze()  # the collector would write to every page that ranks share
 
         def life(data: bytes, fds: list[int]) -> None:
             line = Wire(socket.socket(fileno=fds[0]))
