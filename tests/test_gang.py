@@ -96,6 +96,15 @@ def gone(pids: list[int], within: float = 5.0) -> bool:
     return True
 
 
+def hit(pid: int, how: signal.Signals) -> None:
+    """Kills or stops a process, and waits until it is: that takes effect a moment after the signal."""
+    os.kill(pid, how)
+    if how == signal.SIGKILL:
+        assert gone([pid])
+    while how == signal.SIGSTOP and psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(pipe: Any, rank: int) -> None:
     pids = pids_of(pipe)
@@ -216,8 +225,7 @@ def test_ranks_that_end_while_idle_are_replaced_without_ado(pipe: Any, caplog: p
     want = pipe(PROMPT, **SHORT).images
     for act in (signal.SIGKILL, signal.SIGSTOP):
         pids = pids_of(pipe)
-        os.kill(pids[1], act)
-        time.sleep(0.2)
+        hit(pids[1], act)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "ditpar"):
             assert torch.equal(pipe(PROMPT, **SHORT).images, want)
@@ -245,12 +253,12 @@ def test_what_was_changed_is_there_again_after_a_restart(pipe: Any, tmp_path: Pa
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=3.0)
     want = pipe(PROMPT, **SHORT).images
     assert len(pipe._history) == 2  # a setting takes the place of the one before
-    os.kill(pids_of(pipe)[0], signal.SIGKILL)
+    hit(pids_of(pipe)[0], signal.SIGKILL)
     assert torch.equal(pipe(PROMPT, **SHORT).images, want) and not torch.equal(want, plain)
 
     file = next(tmp_path.iterdir())
     moved = file.rename(tmp_path.with_suffix(".moved"))
-    os.kill(pids_of(pipe)[0], signal.SIGKILL)
+    hit(pids_of(pipe)[0], signal.SIGKILL)
     with pytest.raises(GangError, match="pipe.load_lora_weights could not be done again"):
         pipe(PROMPT, **SHORT)
     moved.rename(file)
