@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import threading
 import warnings
 from collections.abc import Iterator
@@ -67,12 +68,14 @@ def test_return_dict_false_gives_a_tuple(pipe: Any) -> None:
 
 def test_the_models_defaults_fill_in_and_yield_to_what_is_given(pipe: Any) -> None:
     steps: list[int] = []
-    short = pipe(
-        PROMPT, generator=1, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, output_type="latent"
-    ).images
-    assert len(steps) == 24
-    unguided = pipe(PROMPT, generator=1, output_type="latent", true_cfg_scale=1.5).images
-    assert distance(short, unguided) > 1e-3
+    small = {"generator": 1, "output_type": "latent", "height": 64, "width": 64}
+    plain = pipe(PROMPT, callback_on_step_end=lambda *a: steps.append(a[1]) or {}, **small).images
+    assert len(steps) == 24 and plain.shape == (1, 16, 32)
+    for given in ({"true_cfg_scale": 1.5}, {"max_sequence_length": 8}, {"negative_prompt": "pizza"}):
+        assert distance(plain, pipe(PROMPT, **given, **small).images) > 1e-3
+    embeds = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), pipe.encode_prompt(PROMPT, PROMPT), strict=False))
+    negative = {f"negative_{name}": value for name, value in embeds.items()}
+    pipe(**embeds, **negative, **small, **SHORT)  # to which no default text is added
 
 
 def test_generators_advance_as_in_a_single_run(pipe: Any, stock: Any) -> None:
@@ -103,78 +106,31 @@ def test_a_list_of_generators(pipe: Any, stock: Any) -> None:
         pipe(PROMPT, generator=two(), **SHORT)
 
 
-def test_callbacks_run_here_and_may_edit(pipe: Any, stock: Any) -> None:
-    def edit(given: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        assert threading.current_thread() is threading.main_thread()
-        seen.append((given, step, float(timestep), tensors["latents"].shape))
-        if step == 0:
-            return {"latents": tensors["latents"] * 0.5}
-        tensors["latents"].add_(0.1)
-        return tensors
-
-    results = []
-    for each in (pipe, stock):
-        seen: list[Any] = []
-        results.append(
-            each(PROMPT, generator=seeded(), callback_on_step_end=edit, output_type="latent", **DEFAULTS).images
-        )
-        assert [s[0] is each for s in seen] == [True, True]
-        results.append(torch.tensor([s[2] for s in seen]))
-    assert distance(results[0], results[2]) <= 1e-5 and torch.equal(results[1], results[3])
-
-
-def test_a_callback_can_interrupt(pipe: Any) -> None:
-    steps: list[int] = []
-
-    def stop(given: Any, step: int, *_: Any) -> dict[str, Any]:
-        steps.append(step)
-        if step == 1:
-            given._interrupt = True
-        return {}
-
-    pipe(PROMPT, generator=1, callback_on_step_end=stop, output_type="latent")
-    assert steps == [0, 1]
-    assert not pipe(PROMPT, generator=1, output_type="latent", **SHORT).images.isnan().any()
-
-
-def test_another_thread_can_interrupt(pipe: Any) -> None:
-    steps: list[int] = []
-    running = threading.Event()
-
-    def count(_: Any, step: int, *__: Any) -> dict[str, Any]:
-        steps.append(step)
-        running.set()
-        return {}
-
-    def stop() -> None:
-        running.wait(20)
-        pipe._interrupt = True
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    pipe(PROMPT, generator=1, num_inference_steps=200, callback_on_step_end=count, output_type="latent")
-    thread.join()
-    assert 0 < len(steps) < 150
-
-
-def test_a_callback_cannot_use_the_pipeline(pipe: Any) -> None:
-    def again(*_: Any) -> None:
-        pipe(PROMPT)
-
-    with pytest.raises(RequestError, match="middle of this thread's own request"):
-        pipe(PROMPT, generator=1, callback_on_step_end=again, **SHORT)
+def test_the_progress_bar_is_drawn_here(pipe: Any) -> None:
+    file = io.StringIO()
+    pipe.set_progress_bar_config(file=file, desc="painting", ncols=60)
+    pipe(PROMPT, generator=1, num_inference_steps=3, output_type="latent")
+    assert "painting: 100%" in file.getvalue() and "3/3" in file.getvalue()
+    pipe.set_progress_bar_config(disable=True)
     pipe(PROMPT, generator=1, output_type="latent", **SHORT)
+    assert "2/2" not in file.getvalue()
 
 
 def test_scheduler_swap(pipe: Any, stock: Any) -> None:
     before = pipe.scheduler
     swapped = diffusers.FlowMatchEulerDiscreteScheduler.from_config(before.config, shift=3.0)
+    run = lambda p: p(PROMPT, generator=seeded(), output_type="latent", **DEFAULTS).images  # noqa: E731
+    plain = run(pipe)
     try:
         pipe.scheduler = stock.scheduler = swapped
-        got = pipe(PROMPT, generator=seeded(), output_type="latent", **SHORT).images
-        assert distance(got, stock(PROMPT, generator=seeded(), output_type="latent", **DEFAULTS).images) <= 1e-5
+        got, want = run(pipe), run(stock)
+        assert distance(got, want) <= 1e-5 and distance(got, plain) > 1e-3
+        assert pipe.scheduler is swapped and torch.equal(pipe.scheduler.sigmas, stock.scheduler.sigmas)
+        pipe.scheduler.set_shift(6.0)  # changed, not replaced
+        assert distance(run(pipe), run(stock)) <= 1e-5 and distance(run(pipe), got) > 1e-3
     finally:
         pipe.scheduler = stock.scheduler = before
+    assert torch.equal(run(pipe), plain)
 
 
 def test_lora(pipe: Any, stock: Any, tmp_path: Any) -> None:
@@ -209,19 +165,73 @@ def test_a_lora_that_matches_nothing_is_an_error(pipe: Any) -> None:
     pipe(PROMPT, generator=1, output_type="latent", **SHORT)
 
 
-def test_attributes_methods_and_saving(pipe: Any, stock: Any, tmp_path: Any) -> None:
-    assert pipe.vae_scale_factor == stock.vae_scale_factor
+def test_attributes(pipe: Any, stock: Any) -> None:
+    assert isinstance(pipe, diffusers.FluxPipeline)
+    assert pipe.vae_scale_factor == stock.vae_scale_factor and pipe.name_or_path == str(DEFAULT_MODEL)
+    assert {(k, tuple(v)) for k, v in pipe.config.items() if k[0] != "_"} == {
+        (k, tuple(v)) for k, v in stock.config.items() if k[0] != "_"
+    }
     assert pipe.transformer.config["num_layers"] == stock.transformer.config["num_layers"]
-    assert pipe.dtype == torch.float32 and pipe.device == torch.device("cpu") and pipe.to("cpu") is pipe
-    with pytest.raises(RequestError, match="cuda"):
-        pipe.to("cuda")
+    assert pipe.dtype == torch.float32 and pipe.device == torch.device("cpu")
+    assert pipe.to("cpu") is pipe and pipe.to(torch.float32) is pipe
+    for wanted in ("cuda", torch.bfloat16):
+        with pytest.raises(RequestError, match=r"choose by ditpar.load"):
+            pipe.to(wanted)
+    with pytest.raises(RequestError, match="leave it out"):
+        pipe.enable_model_cpu_offload()
     with pytest.raises(AttributeError, match="made_up"):
         _ = pipe.made_up
     with pytest.raises(AttributeError, match="made_up"):
         pipe.made_up = 1
-    pipe.save_pretrained(tmp_path / "copy")
-    assert (tmp_path / "copy" / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size > 1 << 20
-    assert {"rank", "pid", "rss"} == set(pipe.memory()[0]) and len(pipe.memory()) == 2
+    with pytest.raises(AttributeError, match="transformer cannot be set"):
+        pipe.transformer = stock.transformer
+    assert set(pipe.components) == set(stock.components) and pipe.components["image_encoder"] is None
+    assert pipe.tokenizer("red apple").input_ids == stock.tokenizer("red apple").input_ids
+    memory = pipe.memory()
+    assert len(memory) == 2 and all(0 < m["pss"] <= m["rss"] for m in memory)
+
+
+def test_methods_run_on_all_ranks_and_below_components(pipe: Any, stock: Any) -> None:
+    got = pipe.encode_prompt(PROMPT, PROMPT, max_sequence_length=16)
+    want = stock.encode_prompt(PROMPT, PROMPT, max_sequence_length=16)
+    assert all(distance(g, w) <= 1e-5 for g, w in zip(got[:2], (w.detach() for w in want[:2]), strict=True))
+    assert inspect.signature(pipe.encode_prompt) == inspect.signature(stock.encode_prompt)
+    pipe.vae.enable_tiling()
+    assert pipe.vae.use_tiling is True
+    pipe.vae.use_tiling = False
+    assert pipe.vae.use_tiling is False
+    with pytest.raises(RequestError, match="pipe.transformer.parameters gives what cannot leave the ranks"):
+        pipe.transformer.parameters()
+    with pytest.raises(RequestError, match="cannot be sent to the ranks"):
+        pipe.encode_prompt(lambda: "a local function")
+
+
+def test_a_saved_copy_gives_the_same_bits(pipe: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a relative path is the caller's
+    pipe.save_pretrained("copy")
+    copy = diffusers.DiffusionPipeline.from_pretrained("copy", torch_dtype=torch.float32)
+    copy.set_progress_bar_config(disable=True)
+    assert type(copy) is diffusers.FluxPipeline
+    state = copy.vae.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipe.vae.state_dict().items())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        pipe.save_pretrained("file/below")
+
+
+def test_other_threads_can_look_while_a_request_runs(pipe: Any) -> None:
+    looked: list[Any] = []
+
+    def callback(*_: Any) -> dict[str, Any]:
+        thread = threading.Thread(
+            target=lambda: looked.append((pipe.device, pipe.num_timesteps, pipe.scheduler.config.shift))
+        )
+        thread.start()
+        thread.join(5)
+        return {}
+
+    pipe(PROMPT, generator=1, callback_on_step_end=callback, output_type="latent", **SHORT)
+    assert looked == [(torch.device("cpu"), 2, pipe.scheduler.config.shift)] * 2
 
 
 def test_the_pipelines_own_errors_leave_the_gang_alive(pipe: Any) -> None:
@@ -281,7 +291,22 @@ def test_impossible_plans_are_refused_before_anything_starts(kwargs: dict[str, A
         ditpar.load(DEFAULT_MODEL, **kwargs)
 
 
-def test_models_that_cannot_be_used() -> None:
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [({"threads": 0}, "threads=0"), ({"device": "tpu"}, "device='tpu'"), ({"device_map": "auto"}, "device_map")],
+)
+def test_other_arguments_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        ditpar.load(DEFAULT_MODEL, **kwargs)
+
+
+def test_from_pretrained_arguments_are_passed_on(tmp_path: Any) -> None:
+    with ditpar.load(DEFAULT_MODEL, dtype=torch.bfloat16, text_encoder=None, tokenizer=None, device="cpu") as pipe:
+        assert pipe.dtype == torch.bfloat16 and pipe.text_encoder is None
+        assert pipe.transformer.dtype == torch.bfloat16
+
+
+def test_names_that_are_no_models() -> None:
     for name in ("/no/such/folder", "nobody-at-all"):
         with pytest.raises(ModelError, match="no folder"):
             ditpar.load(name)

@@ -1,259 +1,171 @@
-"""A gang of local processes: forked by a fork server, watched while they work, and ended together when one fails."""
+"""The launcher of local ranks: a fork server for this process, and a host with the pipeline for each gang."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import socket
-import statistics
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from ditpar.errors import GangError
-from ditpar.gang import server
-from ditpar.gang.calls import Answer, Command, Setup
-from ditpar.gang.wire import Wire
-
-GRACE_S = 3.0
-"""How long the other ranks may take to fail alike after one has raised."""
-POLL_S = 0.25
-STOPPED_S = 2.0
-"""How long a rank may be stopped (SIGSTOP, a debugger) before the gang is ended."""
+from ditpar.errors import GangError, ModelError
+from ditpar.gang.calls import Answer, Loading
+from ditpar.gang.launcher import Member
+from ditpar.gang.server import SHARED, STACKS_SIGNAL, asked
+from ditpar.gang.wire import Line, Wire, dumps, loads
 
 
-class Gang(Protocol):
-    """What a launcher offers. Local processes are one; torchrun and Ray are to be others."""
-
-    def run(self, command: Setup | Command, on_callback: Callable[..., Any] | None = None) -> Any:
-        """Has all ranks do the command; returns rank 0's answer."""
-        ...
-
-    def interrupt(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-
-class _Member:
-    def __init__(self, number: int, pid: int, wire: Wire, stacks: int) -> None:
-        self.number, self.pid, self.wire, self.stacks = number, pid, wire, stacks
-        self.answer: Answer | None = None
-        self.steps = 0
-        self.stopped_since: float | None = None
-
-    def last_stacks(self) -> str:
-        size = os.fstat(self.stacks).st_size
-        return os.pread(self.stacks, size, 0).decode(errors="replace")
-
-
-class LocalGang:
+class LocalLauncher:
     """Ranks on this host.
 
     Args:
-        world, threads: number of ranks, and threads of each.
-        names: classes that the fork server imports beforehand.
-        patience: seconds without a sign of life from any rank after which the gang is ended: until the first steps of
-            a request are known, and the least later on, when it is 20 times the median step.
+        world: number of ranks.
+        names: `library.Class` of what the fork server imports beforehand.
+        loading: how the pipeline is loaded.
     """
 
-    def __init__(
-        self, world: int, threads: int, names: list[str], patience: tuple[float, float] = (600.0, 60.0)
-    ) -> None:
-        self.world, self.threads, self.names, self.patience = world, threads, names, patience
-        self._server: server.ForkServer | None = None
-        self._members: list[_Member] = []
-        self._interrupt = threading.Event()
+    def __init__(self, world: int, names: list[str], loading: Loading) -> None:
+        self.world, self.names, self.loading = world, names, loading
+        self._host: tuple[int, Wire] | None = None
+        self._members: list[Member] = []
+        self._stacks: list[Any] = []
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def warm_up(self) -> None:
+        """Starts the fork server, so that it imports while the caller does something else."""
+        SHARED.started(self, self.names)
 
     @property
-    def alive(self) -> bool:
-        return bool(self._members)
+    def pids(self) -> list[int]:
+        """Every process that was started for this gang: fork server, host, ranks."""
+        server_pid = [SHARED.pid] if SHARED.pid else []
+        return [*server_pid, *([self._host[0]] if self._host else []), *(m.pid for m in self._members)]
 
-    def start(self) -> None:
-        """Forks the ranks; starts the fork server first if there is none."""
-        if self._server is None or not self._server.alive:
-            self._server = server.take()
-            try:
-                self._server.preload(self.names)
-            except EOFError:
-                self.close()
-                raise GangError("the fork server ended while it imported torch and diffusers") from None
-        for number in range(self.world):
-            mine, theirs = socket.socketpair()
-            stacks = os.memfd_create("stacks", os.MFD_CLOEXEC)
-            with theirs:
-                pid = self._server.fork(number, self.threads, [theirs.fileno(), stacks])
-            self._members.append(_Member(number, pid, Wire(mine), stacks))
+    def start(self) -> list[Member]:
+        """Forks the ranks. The first time, or after the host has gone, loads the pipeline.
 
-    def run(self, command: Setup | Command, on_callback: Callable[..., Any] | None = None) -> Any:
-        """Has all ranks do the command; returns rank 0's answer.
-
-        Raises what all ranks raised alike, after which the gang goes on. Raises GangError, after ending the gang, when
-        ranks disagree, one dies or is stopped, or none gives a sign of life for too long. KeyboardInterrupt ends it too.
+        Raises ModelError when it cannot be loaded, GangError when a process of the fork server's ended.
         """
-        if not self.alive:
-            if not isinstance(command, Setup):
-                raise GangError("the gang has ended; set it up again first")
-            self.start()
-        self._interrupt.clear()
-        for member in self._members:
-            member.answer, member.steps = None, 0
-            self._send(member, ("command", command))
-        try:
-            return self._watch(on_callback)
-        except GangError:
-            raise
-        except BaseException:
-            if any(member.answer is None for member in self._members):
-                self.end()  # a callback of the caller's raised, or Ctrl-C: ranks are in the middle of something
-            raise
+        with self._lock:
+            if self._closed:
+                raise GangError("the gang is closed")
+            try:
+                wire = self._host[1] if self._host else self._start_host()
+                for number in range(self.world):
+                    self._members.append(self._fork(wire, number))
+            except (EOFError, OSError):
+                self._drop_host()
+                raise GangError("the process that loads the pipeline has ended; was there enough memory?") from None
+            except BaseException:
+                self._drop_host()  # also on Ctrl-C: an answer would be taken for the next one
+                raise
+            return list(self._members)
 
-    def interrupt(self) -> None:
-        """Asks the running request to stop at its next step. Any thread may call it."""
-        self._interrupt.set()
+    def _start_host(self) -> Wire:
+        mine, theirs = socket.socketpair()
+        wire = Wire(mine)
+        with theirs:
+            try:
+                self.warm_up()
+                pid = SHARED.fork_host(self, dumps(self.loading), theirs.fileno())
+            except BaseException:
+                wire.close()
+                raise
+        self._host = pid, wire
+        answer: Answer = loads(wire.receive()[1])
+        if answer.error is not None:
+            cause = GangError("in the process that loads the pipeline:", None, answer.traceback)
+            raise ModelError(f"model: {self.loading.path} could not be loaded: {answer.error}") from cause
+        return wire
+
+    def _fork(self, wire: Wire, number: int) -> Member:
+        mine, theirs = socket.socketpair()
+        stacks = tempfile.TemporaryFile()  # noqa: SIM115  nameless, and closed when the rank is ended
+        self._stacks.append(stacks)
+        line = Line(mine)
+        with theirs:
+            try:
+                wire.send(b"f", dumps(number), [theirs.fileno(), stacks.fileno()])
+                return Member(number, loads(wire.receive()[1]), line)
+            except BaseException:
+                line.close()
+                raise
+
+    def condition(self, number: int) -> str:
+        """The state of the rank's process as the system has it."""
+        try:
+            state = str(psutil.Process(self._members[number].pid).status())
+        except psutil.NoSuchProcess:
+            return "ended"
+        return {"zombie": "ended", "dead": "ended", "tracing-stop": "stopped"}.get(state, state)
+
+    def stacks(self) -> list[str]:
+        """Each rank's stacks. A stopped rank writes none."""
+        for member in self._members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, STACKS_SIGNAL)
+        time.sleep(0.3)
+        return [self.last_words(number) for number in range(self.world)]
+
+    def last_words(self, number: int) -> str:
+        """What a rank has written by itself into its file of stacks: where a fault hit it."""
+        fd = self._stacks[number].fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
     def memory(self) -> list[dict[str, int]]:
-        """Resident memory per rank, in bytes."""
-        return [{"rank": m.number, "pid": m.pid, "rss": psutil.Process(m.pid).memory_info().rss} for m in self._members]
+        """Per rank: `rss`, resident bytes, shared ones included; `pss`, with shared ones split among those who share."""
+        return [
+            {"rank": m.number, "pid": m.pid, "rss": info.rss, "pss": getattr(info, "pss", info.rss)}
+            for m in self._members
+            for info in [psutil.Process(m.pid).memory_full_info()]
+        ]
 
-    def end(self) -> None:
-        """Kills all ranks. The fork server stays, for a quick restart."""
-        members, self._members = self._members, []
-        for member in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
-        for member in members:
-            self._reap(member)
-            member.wire.close()
-            os.close(member.stacks)
+    def end(self) -> list[str]:
+        """Kills all ranks. The host stays, for a quick restart."""
+        with self._lock:
+            ends = asked(self._host[1], [m.pid for m in self._members]) if self._members and self._host else {}
+            how = [(ends or {}).get(m.pid, "ended with its host") for m in self._members]
+            if ends is None:
+                self._drop_host()
+            self._clear()
+            return how
 
     def close(self) -> None:
-        """Ends the ranks and the fork server."""
-        self.end()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        """Ends ranks and host, and the fork server with the last gang of this process."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._drop_host()
+                SHARED.leave(self)
 
-    def _watch(self, on_callback: Callable[..., Any] | None) -> Any:
-        first, least = self.patience
-        step_times: list[float] = []
-        last_sign = last_step = time.monotonic()
-        failed_at: float | None = None
-        while any(member.answer is None for member in self._members):
-            waiting = {member.wire: member for member in self._members if member.answer is None}
-            if self._interrupt.is_set():
-                self._interrupt.clear()
-                self._send(self._members[0], ("interrupt", None))
-            ready, _, _ = select.select(list(waiting), [], [], POLL_S)
-            now = time.monotonic()
-            for wire in ready:
-                member = waiting[wire]
-                kind, value = self._receive(member)
-                last_sign = now
-                if kind == "answer":
-                    member.answer = value
-                    if value.error is not None:
-                        failed_at = failed_at or now
-                elif kind == "step":
-                    member.steps = value
-                    if member.number == 0:
-                        step_times.append(now - last_step)
-                        last_step = now
-                elif kind == "port":
-                    for other in self._members[1:]:
-                        self._send(other, ("reply", value))
-                elif kind == "callback":
-                    assert on_callback is not None
-                    self._send(member, ("reply", on_callback(*value)))
-                    last_sign = last_step = time.monotonic()
-            self._check_failures(failed_at, now)
-            self._check_stopped(now)
-            limit = max(least, 20 * statistics.median(step_times)) if len(step_times) > 2 else first
-            if now - last_sign > limit:
-                self._give_up(limit)
-        answer = self._members[0].answer
-        assert answer is not None
-        if any(member.answer and member.answer.error for member in self._members):
-            self._check_failures(0.0, now)
-            assert answer.error is not None
-            raise answer.error from GangError("raised alike on all ranks; on rank 0:", 0, answer.traceback)
-        return answer.value
+    def forget(self) -> None:
+        """In a process that the caller forked: closes the copies of what is the caller's."""
+        self._lock = threading.RLock()
+        self._closed = True
+        if self._host is not None:
+            self._host[1].close()
+            self._host = None
+        self._clear()
 
-    def _check_failures(self, failed_at: float | None, now: float) -> None:
-        """Ends the gang when ranks do not fail alike: those that did not raise may wait for ever for those that did."""
-        if failed_at is None:
-            return
-        answers = [member.answer for member in self._members]
-        errors = [a for a in answers if a is not None and a.error is not None]
-        done = all(a is not None for a in answers)
-        if not (done or now - failed_at > GRACE_S):
-            return
-        if done and len(errors) == self.world and all(a.alike(errors[0]) for a in errors):
-            return
-        member = next(m for m in self._members if m.answer is not None and m.answer.error is not None)
-        assert member.answer is not None
-        error, text = member.answer.error, member.answer.traceback
-        self._fail(f"rank {member.number} raised {type(error).__name__}: {error}", member.number, text)
+    def _drop_host(self) -> None:
+        """Ends the host, if any, and the ranks, which die with it."""
+        if self._host is not None:
+            (pid, wire), self._host = self._host, None
+            ranks = [m.pid for m in self._members]
+            if ranks:
+                asked(wire, ranks)
+            wire.close()
+            SHARED.end_host(pid)
+        self._clear()
 
-    def _check_stopped(self, now: float) -> None:
+    def _clear(self) -> None:
         for member in self._members:
-            try:
-                stopped = psutil.Process(member.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            except psutil.NoSuchProcess:
-                continue
-            member.stopped_since = (member.stopped_since or now) if stopped else None
-            if member.stopped_since is not None and now - member.stopped_since > STOPPED_S:
-                self._fail(f"rank {member.number} (pid {member.pid}) is stopped", member.number, self._stacks())
-
-    def _give_up(self, limit: float) -> None:
-        behind = min(self._members, key=lambda m: (m.answer is not None, m.steps))
-        alike = len({(m.answer is None, m.steps) for m in self._members}) == 1
-        who = "no rank" if alike else f"rank {behind.number}, the furthest behind,"
-        message = f"{who} gave a sign of life for {limit:.0f} s, at step {behind.steps}"
-        self._fail(message, None if alike else behind.number, self._stacks())
-
-    def _stacks(self) -> str:
-        """All ranks' stacks, as far as they can still write them."""
-        for member in self._members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return "\n".join(f"rank {m.number}:\n{m.last_stacks() or '(none)'}" for m in self._members)
-
-    def _send(self, member: _Member, message: Any) -> None:
-        try:
-            member.wire.send(message)
-        except OSError:
-            self._died(member)
-
-    def _receive(self, member: _Member) -> Any:
-        try:
-            return member.wire.receive()
-        except EOFError:
-            return self._died(member)
-
-    def _died(self, member: _Member) -> None:
-        how = self._reap(member)
-        self._fail(f"rank {member.number} (pid {member.pid}) died: {how}", member.number, member.last_stacks())
-
-    def _reap(self, member: _Member) -> str:
-        """How the rank ended. It is killed first if only its wire is gone."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member.pid, signal.SIGKILL)
-        if self._server is None:
-            return "ended"
-        try:
-            return self._server.reap(member.pid)
-        except EOFError:
-            return "ended with the fork server"
-
-    def _fail(self, message: str, rank: int | None, remote_traceback: str) -> None:
-        self.end()
-        raise GangError(f"{message}; the gang of {self.world} was ended", rank, remote_traceback)
+            member.line.close()
+        for file in self._stacks:
+            file.close()
+        self._members, self._stacks = [], []

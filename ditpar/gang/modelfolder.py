@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Model:
         config: the transformer's config.
         defaults: call arguments for those that a request leaves out: `ditpar.json` over the family's.
         dtype: name of the dtype to load in, when the model states one.
-        components: `library.Class` of each component.
+        components: `library.Class` of each component by name; empty for one that the model goes without.
     """
 
     name: str
@@ -41,35 +41,33 @@ class Model:
     config: dict[str, Any]
     defaults: dict[str, Any]
     dtype: str | None
-    components: tuple[str, ...]
+    components: dict[str, str]
 
 
-def read_model(path_or_id: str | Path) -> Model:
+def read_model(path_or_id: str | Path, given: Collection[str] = (), **hub: Any) -> Model:
     """Reads and checks a model. Raises ModelError naming the file at fault.
 
     `emoji` is the bundled model. Another name that is no folder is taken for a hub id, and looked up in the local hub
     cache or fetched, as diffusers does.
+
+    Args:
+        given: components that the caller brings, so that the folder need not have them.
+        hub: arguments for the hub (revision, token, cache_dir, local_files_only).
     """
     name = str(path_or_id)
     folder = DEFAULT_MODEL if name == BUNDLED and not Path(name).exists() else Path(name)
-    if not folder.is_dir():
-        if folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
-            raise ModelError(f"model: {name} is no folder and no hub id of the form owner/name")
-        folder = _hub_folder(name)
-        path = name
-    else:
-        check_model_folder(folder)
+    if folder.is_dir():
+        check_model_folder(folder, given)
         path = str(folder.resolve())
         name = BUNDLED if folder.resolve() == DEFAULT_MODEL else path
+    elif folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise ModelError(f"model: {name} is no folder and no hub id of the form owner/name")
+    else:
+        folder, path = _hub_folder(name, hub), name
     index = _json(folder / "model_index.json")
     if "transformer" not in index:
         raise ModelError(f"model: {folder / 'model_index.json'} has no transformer; ditpar runs diffusion transformers")
     family = family_of(str(index["transformer"][1]))
-    components = tuple(
-        f"{value[0]}.{value[1]}"
-        for key, value in index.items()
-        if not key.startswith("_") and isinstance(value, list) and value[0] in ("diffusers", "transformers")
-    )
     return Model(
         name,
         path,
@@ -78,7 +76,11 @@ def read_model(path_or_id: str | Path) -> Model:
         _json(folder / "transformer" / "config.json"),
         {**family.defaults, **defaults(folder)},
         _facts(folder).get("dtype"),
-        (f"diffusers.{index['_class_name']}", *components),
+        {
+            key: f"{value[0]}.{value[1]}" if value[0] in ("diffusers", "transformers") else ""
+            for key, value in index.items()
+            if not key.startswith("_") and isinstance(value, list)
+        },
     )
 
 
@@ -95,8 +97,11 @@ def _facts(folder: str | Path) -> dict[str, Any]:
     return _json(file) if file.is_file() else {}
 
 
-def check_model_folder(folder: str | Path) -> None:
-    """Raises ModelError for a folder that lacks files, has truncated ones, or only pickled weights."""
+def check_model_folder(folder: str | Path, given: Collection[str] = ()) -> None:
+    """Raises ModelError for a folder that lacks files, has truncated ones, or only pickled weights.
+
+    Components in `given` are not looked at: the caller brings them.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"model: folder {folder} does not exist")
@@ -104,7 +109,7 @@ def check_model_folder(folder: str | Path) -> None:
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(f"model: {folder / 'model_index.json'} names no pipeline class")
     for name, value in index.items():
-        if name.startswith("_") or not isinstance(value, list) or value[0] is None:
+        if name.startswith("_") or name in given or not isinstance(value, list) or value[0] is None:
             continue
         if not (folder / name).is_dir():
             raise ModelError(f"model: component folder {folder / name} is missing")
@@ -157,14 +162,13 @@ def _json(file: Path) -> dict[str, Any]:
     return value
 
 
-@cache
-def _hub_folder(name: str) -> Path:
+def _hub_folder(name: str, hub: Mapping[str, Any]) -> Path:
     from huggingface_hub import snapshot_download
 
+    files = ["model_index.json", "transformer/config.json", DEFAULTS_FILE]
     try:
-        found = snapshot_download(name, allow_patterns=["model_index.json", "transformer/config.json", DEFAULTS_FILE])
-    except Exception as error:  # noqa: BLE001  the hub client fails in many ways, all of which mean this
+        return Path(snapshot_download(name, allow_patterns=files, **hub))
+    except Exception as error:  # offline, unknown, gated: the hub client fails in many ways
         raise ModelError(
             f"model: {name} is neither a folder nor a model that the hub or its cache has: {error}"
-        ) from None
-    return Path(found)
+        ) from error

@@ -1,179 +1,202 @@
-"""A rank: loads the pipeline, binds the plan, then serves the caller's commands until told to stop."""
+"""A rank: begins with its host's pipeline, binds the plan, then serves the caller's commands until told to stop."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
+import functools
 import os
-import pickle
 import queue
-import signal
+import select
+import socket
 import threading
+import time
 import traceback
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ditpar.gang.calls import Answer, Command, Marker, Setup, States
+from ditpar.errors import RequestError
+from ditpar.gang.calls import Answer, Command, Loading, Marker, Setup, facts
 from ditpar.gang.lora import checked_load
-from ditpar.gang.wire import Wire
+from ditpar.gang.request import Request
+from ditpar.gang.server import STACKS_SIGNAL
+from ditpar.gang.wire import Wire, dumps, loads
 
-STACKS_SIGNAL = signal.SIGUSR1
+BEAT_S = 1.0
+_FOREVER = datetime.timedelta(days=7)
+"""Of collectives. The caller watches over the ranks, and knows when they wait for a callback of its own."""
 
 
-def serve(number: int, threads: int, wire: Wire, stacks: int) -> None:
-    """The life of a rank. Returns when the caller closes the wire or says so."""
-    faulthandler.enable()
+def serve(number: int, wire: Wire, stacks: int, pipe: Any) -> None:
+    """The life of a rank. Ends the process when the caller's end of the wire closes.
+
+    Args:
+        stacks: descriptor of a file that all threads' stacks are written to on a fault or `STACKS_SIGNAL`.
+        pipe: the pipeline, or a function that loads it.
+    """
+    faulthandler.enable(stacks)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
-    torch.set_num_threads(threads)
-    Rank(number, wire).run()
+    try:
+        Rank(number, wire, pipe).run()
+    except BaseException:
+        os.write(stacks, traceback.format_exc().encode())
+        raise
+
+
+def loader(loading: Loading) -> Callable[[], Any]:
+    """A function that loads the pipeline as `loading` says."""
+    import diffusers
+    import transformers
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # its thread would not survive the fork
+    if not loading.show_bars:
+        diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    return lambda: diffusers.DiffusionPipeline.from_pretrained(loading.path, **loading.options)
 
 
 class Rank:
-    """State of one rank's process."""
+    """State of one rank's process. The main thread does what the caller says; another one reads, and shows life."""
 
-    def __init__(self, number: int, wire: Wire) -> None:
-        self.number, self.wire = number, wire
-        self.commands: queue.Queue[Any] = queue.Queue()
-        self.replies: queue.Queue[Any] = queue.Queue()
-        self.pipe: Any = None
-        self.steps = 0
+    def __init__(self, number: int, wire: Wire, pipe: Any) -> None:
+        self.number, self.wire, self.pipe = number, wire, pipe
+        self.commands: queue.Queue[bytes] = queue.Queue()
+        self.replies: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
+        self.request: Request | None = None
+        self.device = "cpu"
+        self._busy = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Sorts what arrives, also while a request runs. The caller's end closing ends the process at once."""
-        while True:
-            try:
-                kind, value = self.wire.receive()
-            except EOFError:
-                os._exit(0)
-            if kind == "command":
-                self.commands.put(value)
-            elif kind == "reply":
-                self.replies.put(value)
-            elif kind == "interrupt" and self.pipe is not None:
-                self.pipe._interrupt = True
+        """Sorts what arrives, also while a request runs; the rest of the time sends signs of life.
+
+        The caller's end closing ends the process at once. Nothing is unpickled here: that may fail.
+        """
+        due = 0.0
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if select.select([self.wire], [], [], BEAT_S / 2)[0]:
+                    kind, data, _ = self.wire.receive()
+                    if kind == b"c":
+                        self._busy = True
+                        self.commands.put(data)
+                    elif kind == b"i":
+                        self.pipe._interrupt = True
+                    else:
+                        self.replies.put((kind, data))
+                if self._busy and time.monotonic() >= due:
+                    due = time.monotonic() + BEAT_S
+                    self.wire.send(b"b", dumps(self.request.steps if self.request else 0))
+        os._exit(0)
 
     def run(self) -> None:
         while True:
-            command = self.commands.get()
-            if command is None:
-                return
-            try:
-                answer = Answer(self._do(command))
-            except Exception as error:  # noqa: BLE001  whatever a request raises is the caller's to see
-                answer = Answer(error=_portable(error), traceback=traceback.format_exc())
-            self.wire.send(("answer", answer))
+            data = self.commands.get()
+            answer = self.answer(data)
+            self._busy = False
+            self.wire.send(b"a", answer)
+
+    def answer(self, data: bytes) -> bytes:
+        """Does a pickled command; the pickled Answer."""
+        try:
+            return self._sendable(self._do(loads(data)))
+        except Exception as error:  # noqa: BLE001  whatever a request raises is the caller's to see
+            return dumps(Answer(error=portable(error), traceback=traceback.format_exc()))
+
+    def _sendable(self, value: Any) -> bytes:
+        value = self._described(value) if self.number == 0 else None  # only rank 0's is looked at
+        try:
+            return dumps(Answer(value))
+        except Exception as error:  # noqa: BLE001  objects that do not pickle can fail in any way
+            return dumps(Answer(f"{type(value).__name__} ({error})", sendable=False))
 
     def _do(self, command: Setup | Command) -> Any:
         if isinstance(command, Setup):
             return self._set_up(command)
         os.chdir(command.folder)
-        if command.only_rank is not None and command.only_rank != self.number:
+        if command.only_rank not in (None, self.number):
             return None
         if command.plan is not None and str(self.pipe._ditpar.plan) != command.plan:
             self._bind(command.plan)
-        target = self.pipe
-        for name in command.path[:-1]:
-            target = getattr(target, name)
+        if command.path == ("__call__",):
+            return self._call(command)
+        target = functools.reduce(getattr, command.path[:-1], self.pipe)
         name = command.path[-1]
         if command.kind == "set":
             return setattr(target, name, command.args[0])
         if command.kind == "get":
-            return self._described(getattr(target, name))
-        if name == "__call__":
-            return self._request(command)
+            return getattr(target, name)
         if name == "load_lora_weights":
             return checked_load(target, command.args, command.kwargs)
         result = getattr(target, name)(*command.args, **command.kwargs)
-        return Marker.SELF if result is target else result if self.number == 0 else None
+        return Marker.SELF if result is target else result
 
     def _set_up(self, setup: Setup) -> Any:
-        import diffusers
-
-        device = f"{setup.device}:{self.number}" if setup.device == "cuda" else setup.device
-        if setup.world > 1:
-            self._join(setup)
+        torch.set_num_threads(setup.threads)
+        self.device = f"cuda:{self.number}" if setup.device == "cuda" else setup.device
         if setup.device == "cuda":
             torch.cuda.set_device(self.number)
-        if self.number > 0 or setup.quiet:  # one rank's bars are enough
-            import transformers
-
-            diffusers.utils.logging.disable_progress_bar()
-            transformers.utils.logging.disable_progress_bar()
-        self.pipe = diffusers.DiffusionPipeline.from_pretrained(setup.path, **setup.options)
+        if setup.world > 1:
+            self._join(setup)
+        if isinstance(self.pipe, types.FunctionType):
+            self.pipe = self.pipe()
         if setup.device != "cpu":
-            self.pipe.to(device)
+            self.pipe.to(self.device)
         self._bind(setup.plan)
-        return self.pipe.scheduler if self.number == 0 else None
+        modules = [name for name, value in self.pipe.components.items() if isinstance(value, torch.nn.Module)]
+        return self.pipe.scheduler, facts(self.pipe) | {"_internal_dict": self.pipe.config}, modules
 
     def _bind(self, plan: str) -> None:
         from ditpar.engine.parallel import parallelize
 
         parallelize(self.pipe, plan)
-        self.pipe._ditpar.on_step = self._step
+        self.pipe.progress_bar = self._progress_bar
+
+    def _progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+        """In the place of the pipeline's own: the bar is drawn by the caller."""
+        assert self.request is not None
+        return self.request.progress_bar(iterable, total)
 
     def _join(self, setup: Setup) -> None:
         """Enters the process group: rank 0 opens a store on a free port and the caller tells the others which."""
-        timeout = datetime.timedelta(seconds=setup.timeout)
+        if setup.device == "cpu" and "lo" in {name for _, name in socket.if_nameindex()}:
+            # gloo would look the host's name up, which need not lead to an address that works
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.number == 0:
-            store = dist.TCPStore("127.0.0.1", 0, setup.world, True, timeout, wait_for_workers=False)
-            self.wire.send(("port", store.port))
+            store = dist.TCPStore("127.0.0.1", 0, setup.world, True, _FOREVER, wait_for_workers=False)
+            self.wire.send(b"p", dumps(store.port))
         else:
-            store = dist.TCPStore("127.0.0.1", self.replies.get(), setup.world, False, timeout)
+            store = dist.TCPStore("127.0.0.1", loads(self.replies.get()[1]), setup.world, False, _FOREVER)
         backend = "nccl" if setup.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=self.number, world_size=setup.world, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self.number, world_size=setup.world, timeout=_FOREVER)
 
-    def _step(self) -> None:
-        self.steps += 1
-        self.wire.send(("step", self.steps))
-
-    def _request(self, command: Command) -> Any:
-        self.steps = 0
-        kwargs = dict(command.kwargs)
-        states: States = kwargs.pop("generator")
-        generators = states.restore()
-        kwargs["generator"] = generators
-        for name, value in kwargs.items():
-            if value is Marker.CALLBACK:
-                kwargs[name] = self._step_callback if name == "callback_on_step_end" else self._plain_callback
-        result = self.pipe(**kwargs)
-        return (result, States.of(generators)) if self.number == 0 else None
-
-    def _step_callback(self, _: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The caller's `callback_on_step_end`: rank 0 asks, and the engine gives its edits to the other ranks."""
-        if self.number > 0:
-            return {}
-        edited, interrupt = self._ask("callback_on_step_end", step, timestep, tensors)
-        if interrupt:
-            self.pipe._interrupt = True
-        return edited
-
-    def _plain_callback(self, step: int, timestep: Any, latents: torch.Tensor) -> None:
-        """The caller's older `callback`, which may edit the latents in place."""
-        world = self.pipe._ditpar.mesh.world
-        edited = self._ask("callback", step, timestep, {"latents": latents})[0] if self.number == 0 else {}
-        if world.max(len(edited)):
-            latents.copy_(world.broadcast("control", edited.get("latents", latents).contiguous()))
-
-    def _ask(self, name: str, step: int, timestep: Any, tensors: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        self.wire.send(("callback", (name, step, timestep, tensors)))
-        return self.replies.get()
+    def _call(self, command: Command) -> Any:
+        if self.request is not None:
+            raise RequestError("a callback cannot start another request on the pipeline that called it")
+        self.request = Request(self, command.kwargs)
+        try:
+            return self.request.run()
+        finally:
+            self.request = None
 
     @staticmethod
     def _described(value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
             return Marker.MODULE
-        if callable(value) and not isinstance(value, type):
+        if isinstance(value, types.MethodType | types.FunctionType | types.BuiltinFunctionType | functools.partial):
             return Marker.METHOD
         return value
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error if it survives the wire, else a RuntimeError that says the same."""
-    try:
-        same = type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301
-    except Exception:  # noqa: BLE001  a class that does not pickle can fail in any way
-        same = False
-    return error if same else RuntimeError(f"{type(error).__name__}: {error}")
+    with contextlib.suppress(Exception):  # a class that does not pickle can fail in any way
+        if type(loads(dumps(error))) is type(error):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
