@@ -338,6 +338,24 @@ def disturbed_3(how: str) -> bool:
         PLAN = before
 
 
+def modes(plan: str) -> list[bool]:
+    """Whether gradients were recorded in blocks and in the result."""
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
+    seen: list[bool] = []
+    for block in pipe.transformer.transformer_blocks:
+        block.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    with torch.enable_grad():
+        seen.append(run(pipe, tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))).requires_grad)
+    return seen
+
+
+@pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
+def test_calls_that_run_after_the_stock_loop_record_no_gradients(plan: str, worlds: Worlds) -> None:
+    for seen in worlds(2).run(modes, plan):
+        assert not any(seen)
+    assert sum(map(len, worlds(2).run(modes, plan))) > 6
+
+
 def restored() -> bool:
     pipe = tiny.build(FLUX)
     call = tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))

@@ -43,6 +43,7 @@ class Call:
         hidden: its latents, perhaps deferred.
         units: what goes through the stages.
         fed: rows of `hidden` that come around the ring.
+        grad: whether gradients were recorded where it was made; stock loops end before their last call runs.
         once: what its units share.
     """
 
@@ -56,6 +57,7 @@ class Call:
     dim: int
     result: Deferred = field(init=False)
     fed: tuple[Span, ...] = ()
+    grad: bool = field(default_factory=torch.is_grad_enabled)
     once: dict[str, Any] = field(default_factory=dict)
     buffer: Tensor | None = None
 
@@ -216,8 +218,14 @@ class Calls:
         if not waiting:
             return
         mine, others = self._shared_out(waiting)
-        by_run = {call.units[0].run: i for i, call in enumerate(mine)}
         this = Round(tuple(call.units for call in mine), waiting[0].fed, following.fed if following else ())
+        with torch.set_grad_enabled(waiting[0].grad):
+            self._do(this, waiting[0], mine, others, following)
+
+    def _do(
+        self, this: Round, first: Call, mine: list[Call], others: list[Call | None], following: Call | None
+    ) -> None:
+        by_run = {call.units[0].run: i for i, call in enumerate(mine)}
         coming, owed = deque(this.inflow), deque[Span]()
         for op in ops(self.mesh.pipe.index, self.mesh.pipe.size, this):
             if op.act is Act.RUN:
@@ -226,7 +234,7 @@ class Calls:
                 self._run_unit(mine[i], others[i], op.unit)
             elif op.edge is Edge.RING and op.rows is not None:
                 if op.act is Act.RECV:
-                    self._receive(waiting[0], op.rows, coming)
+                    self._receive(first, op.rows, coming)
                 else:
                     owed.append(op.rows)
             if following is not None:
