@@ -133,7 +133,7 @@ def simulate(request: Sequence[Round], stages: int, costs: Costs) -> Timeline:
     links = [_Link(wire) for wire in wires]
     running = [_Stage(i, stages, request, costs, links) for i in range(stages)]
     while any(stage.op is not None for stage in running):
-        if not any([stage.advance() for stage in running]):  # a list: all are to advance
+        if not any(stage.advance() for stage in running):
             waits = "; ".join(f"stage {stage.index} {stage.state}" for stage in running)
             raise ScheduleError(f"no stage can go on: {waits}")
     for stage, link in enumerate(links):
