@@ -136,7 +136,9 @@ def read(path: str | Path) -> list[list[Event]]:
         for phase, e in entries:
             if phase == "X" and e["cat"] in get_args(What):
                 begin = origin + round(e["ts"] * 1e3)
-                ranks[e["pid"]].append(Event(e["cat"], str(e["name"]), begin, begin + round(e["dur"] * 1e3), e["args"]))
+                ranks[e["pid"]].append(
+                    Event(e["cat"], str(e["name"]), begin, begin + round(e["dur"] * 1e3), dict(e["args"]))
+                )
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror or error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
