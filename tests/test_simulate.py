@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from ditpar.planner.simulate import Costs, ScheduleError, Timeline, Wire, by_que
 from ditpar.stage import program
 from ditpar.stage.cut import bands
 from ditpar.stage.program import Act, Edge, Kind, Op, Round, Span
+from ditpar.stage.trace import read
 
 MS = 1_000_000
 EQUAL = Costs(by_queries(1e-3))
@@ -172,6 +174,17 @@ def test_a_timeline_is_possible(stages: int, patches: int, steps: int, calls: in
     for share in timeline.shares():
         assert share.busy + share.waiting + share.idle == pytest.approx(1) and min(share.busy, share.idle) >= 0
     assert timeline.end == max(events[-1].end for events in timeline.by_stage)
+
+
+def test_the_example_in_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "simulator.md").read_text()
+    code, output = page.split("```python\n")[1].split("```\n")[:3:2]
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert capsys.readouterr().out == output
+    assert len(read(tmp_path / "pipeline.json")) == 4
 
 
 # -- schedules that cannot be run --------------------------------------------------------------------------------------
