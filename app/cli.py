@@ -1,4 +1,4 @@
-"""The command line: `ditpar generate`, `show`, `doctor`, `selftest`, `conform`."""
+"""The command line: `ditpar generate`, `show`, `trace`, `doctor`, `selftest`, `conform`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,14 @@ def generate(
 def show(file: Annotated[Path, typer.Argument(help="A PNG made by ditpar.")], as_json: AsJson = False) -> None:
     """Show how an image was made."""
     from ditpar.app.show import run
+
+    run(file, as_json)
+
+
+@app.command()
+def trace(file: Annotated[Path, typer.Argument(help="A trace of the ranks, JSON.")], as_json: AsJson = False) -> None:
+    """Show what each rank spent its time on: computing, waiting, nothing."""
+    from ditpar.app.trace import run
 
     run(file, as_json)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 
 from ditpar.stage.program import Span
 
@@ -11,7 +12,8 @@ from ditpar.stage.program import Span
 def stages(costs: Sequence[float], count: int) -> list[int]:
     """Sizes of `count` consecutive, non-empty pieces of the blocks, such that the dearest piece is as cheap as can be.
 
-    Among the best cuts the one whose other pieces are as even as can be. Dynamic programme over (pieces, blocks).
+    Among the best cuts the one whose pieces are as even as can be (least sum of squares). Dynamic programme over
+    (pieces, blocks).
 
     Raises ValueError when there are fewer blocks than pieces.
     """
@@ -19,16 +21,27 @@ def stages(costs: Sequence[float], count: int) -> list[int]:
     if not 1 <= count <= n:
         raise ValueError(f"{n} blocks cannot be cut into {count} stages")
     total = [0.0, *accumulate(costs)]
-    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(float("inf"), 0.0)] * n
+    dearest, _ = _cheapest(total, count, max)
+    # Evenness is for a second pass: beginnings with a dearest piece below the final one would hide more even ones.
+    _, sizes = _cheapest(total, count, lambda sum_, piece: sum_ + piece * piece if piece <= dearest else inf)
+    return sizes
+
+
+def _cheapest(total: list[float], count: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """The lowest cost of a cut into `count` pieces, and their sizes.
+
+    Args:
+        total: costs of the first 0, 1, ... blocks.
+        add: the cost of some pieces and one more, from theirs and the piece's.
+    """
+    n = len(total) - 1
+    best = [0.0] + [inf] * n
     cuts: list[list[int]] = []
     for _ in range(count):
-        row: list[tuple[float, float]] = [(float("inf"), 0.0)] * (n + 1)
-        cut = [0] * (n + 1)
+        row, cut = [inf] * (n + 1), [0] * (n + 1)
         for end in range(1, n + 1):
             for begin in range(end):
-                piece = total[end] - total[begin]
-                worst, squares = best[begin]
-                found = (max(worst, piece), squares + piece * piece)
+                found = add(best[begin], total[end] - total[begin])
                 if found < row[end]:
                     row[end], cut[end] = found, begin
         best = row
@@ -37,7 +50,7 @@ def stages(costs: Sequence[float], count: int) -> list[int]:
     for cut in reversed(cuts):
         sizes.append(end - cut[end])
         end = cut[end]
-    return sizes[::-1]
+    return best[n], sizes[::-1]
 
 
 def bands(rows: int, parts: int, grain: int = 1, lead: float = 0.0) -> list[Span]:

@@ -1,0 +1,1 @@
+"""What a plan will cost, before any rank is started. Runs nothing."""
