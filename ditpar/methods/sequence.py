@@ -80,10 +80,11 @@ class Sequence:
                 if stage is None or stage.first:
                     for name, rows in self.family.streams.items():
                         # A copy with strides of its own, so that compiled blocks see what they see from each other.
-                        kwargs[name] = self.cut(kwargs[name], 1, rows).clone(memory_format=torch.contiguous_format)
+                        own = self.cut(kwargs[name], 1, rows).clone(memory_format=torch.contiguous_format)
+                        kwargs[name] = self._vary(own, 1)
             if stage is not None:
                 if index >= stage.begin:
-                    stage.enter(kwargs, self.shares)
+                    stage.enter(kwargs, self.shares, self._vary)
                 if index >= stage.end:
                     stage.leave(kwargs)
             if not mine:
@@ -153,10 +154,19 @@ class Sequence:
         count = value.shape[dim]
         if rows != "joint":
             sizes, span = (self.image, self.image_span) if rows == "image" else (self.text, self.text_span)
-            return value.narrow(dim, span.lo + start(sizes, self.group.index), sizes[self.group.index])
+            own = value.narrow(dim, span.lo + start(sizes, self.group.index), sizes[self.group.index])
+            return self._vary(own, dim)
         counts = {"text": self.text_tokens, "image": count - self.text_tokens}
         parts = value.split([counts[r] for r in self._order()], dim)
-        return torch.cat([self.cut(p, dim, r) for p, r in zip(parts, self._order(), strict=True)], dim)
+        own = torch.cat([self.cut(p, dim, r) for p, r in zip(parts, self._order(), strict=True)], dim)
+        return self._vary(own, dim)
+
+    def _vary(self, own: Tensor, dim: int) -> Tensor:
+        """Tells the compiler of blocks that units have different numbers of rows, so that one graph serves all."""
+        if self.stage is not None and self.stage.compiled:
+            own = own.clone(memory_format=torch.contiguous_format)  # strides would tell of the whole
+            torch._dynamo.maybe_mark_dynamic(own, dim)
+        return own
 
     def _order(self) -> tuple[str, str]:
         return ("text", "image") if self.family.joint == "text_first" else ("image", "text")

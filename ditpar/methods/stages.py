@@ -43,6 +43,7 @@ class Stage:
         grain: rows of the latents that are never cut apart.
         unit, rows: what the running forward carries, and how many rows there are in all.
         next: the unit after it, if that is known.
+        compiled: whether own blocks are.
         slot, once: the state of its branch, and what this call has computed already.
     """
 
@@ -50,6 +51,7 @@ class Stage:
     rows: int
     slot: Slot
     next: Unit | None = None
+    compiled = False
 
     def __init__(self, family: Family, mesh: Mesh, transformer: nn.Module) -> None:
         self.family, self.index, self.count = family, mesh.pipe.index, mesh.pipe.size
@@ -77,7 +79,9 @@ class Stage:
         self.unit, self.rows, self.slot, self.once = unit, rows, slot, once
         self._entered = self._left = False
 
-    def enter(self, kwargs: dict[str, Any], shares: Callable[[Unit], list[int]]) -> None:
+    def enter(
+        self, kwargs: dict[str, Any], shares: Callable[[Unit], list[int]], vary: Callable[[Tensor, int], Tensor]
+    ) -> None:
         """Before the first own block: takes the streams from the stage before."""
         if self._entered:
             return
@@ -89,7 +93,7 @@ class Stage:
             if unit is not None:
                 rows = shares(unit)
                 self.before.post(*(x.new_empty((x.shape[0], n, x.shape[2])) for x, n in zip(like, rows, strict=True)))
-        kwargs.update(zip(self.family.streams, self.before.take(), strict=True))
+        kwargs.update(zip(self.family.streams, (vary(x, 1) for x in self.before.take()), strict=True))
 
     def leave(self, kwargs: Mapping[str, Any]) -> None:
         """After the last own block: hands the streams to the stage after."""
@@ -142,7 +146,9 @@ class Stage:
 
         Those within compiled blocks are left out.
         """
-        own = [path for path, block in list(blocks.items())[self.begin : self.end] if block._compiled_call_impl is None]
+        own = list(blocks.items())[self.begin : self.end]
+        self.compiled = any(block._compiled_call_impl is not None for _, block in own)
+        own = [path for path, block in own if block._compiled_call_impl is None]
         found = []
         for patterns, per_request in ((self.family.per_step, False), (self.family.per_request, True)):
             for pattern in patterns:
