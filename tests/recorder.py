@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class Call:
         bytes: size of this rank's tensor.
         batch: number of the batch that it is part of; None outside batches.
         thread: who called.
+        number: of a point-to-point call outside batches that was not waited for at once, and of the `wait` for it.
     """
 
     group: tuple[str, tuple[int, ...]]
@@ -42,6 +43,7 @@ class Call:
     bytes: int
     batch: int | None = None
     thread: int = 0
+    number: int | None = None
 
     @property
     def p2p(self) -> bool:
@@ -60,9 +62,12 @@ class Recorder:
         self._batches = 0
         self._frame: object = None
 
-    def note(self, group: tuple[str, tuple[int, ...]], kind: str, peer: int | None, tensor: Tensor | None) -> None:
+    def note(self, group: tuple[str, tuple[int, ...]], kind: str, peer: int | None, tensor: Tensor | None) -> Call:
         size = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        self.calls.append(Call(group, kind, peer, size, self._batch(), threading.get_ident()))
+        batch = self._batch()
+        number = len(self.calls) if batch is None and kind in ("send", "recv") else None
+        self.calls.append(Call(group, kind, peer, size, batch, threading.get_ident(), number))
+        return self.calls[-1]
 
     def _batch(self) -> int | None:
         """Batches reach a process group without coalescing one call after another; their frame tells them apart."""
@@ -78,9 +83,14 @@ class Recorder:
 
 
 class Done:
-    """A work that has ended."""
+    """A work that has ended. Waiting for a call outside batches is noted."""
+
+    def __init__(self, recorder: Recorder, call: Call) -> None:
+        self.recorder, self.call = recorder, call
 
     def wait(self, *_: Any) -> bool:
+        if self.call.number is not None:
+            self.recorder.calls.append(replace(self.call, kind="wait", bytes=0))
         return True
 
 
@@ -105,18 +115,17 @@ class RecordingGroup(dist.ProcessGroup):
 
     group_name = property(getGroupName)
 
-    def _note(self, kind: str, peer: int | None, tensors: Sequence[Tensor]) -> None:
+    def _note(self, kind: str, peer: int | None, tensors: Sequence[Tensor]) -> Call:
         (tensor,) = tensors
-        self.recorder.note((self.name, self.ranks), kind, None if peer is None else self.ranks[peer], tensor)
+        return self.recorder.note((self.name, self.ranks), kind, None if peer is None else self.ranks[peer], tensor)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
-        self._note("send", peer, tensors)
-        return Done()
+        return Done(self.recorder, self._note("send", peer, tensors))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Done:
-        self._note("recv", peer, tensors)
+        call = self._note("recv", peer, tensors)
         tensors[0].zero_()
-        return Done()
+        return Done(self.recorder, call)
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Any:
         self._note("broadcast", options.rootRank, tensors)
@@ -162,7 +171,8 @@ def check(logs: Sequence[Sequence[Call]]) -> list[str]:
     Every call of a group comes from one thread of its rank; members of a group issue the same collectives in the same
     order with the same sizes; sends meet receives of their size, batched ones batched ones, in order; a ring goes one
     way round in its group; and when every call, or batch as a whole, waits until its counterparts are issued, all ranks
-    reach their end. A group's first use needs all its members, as NCCL makes communicators then.
+    reach their end. A group's first use needs all its members, as NCCL makes communicators then. Numbered calls go on at
+    once, as on a stream of their pair; they end in issue order, and it is `wait` that waits for their end.
     """
     return [*_threads(logs), *_collectives(logs), *_pairs(logs), *_directions(logs), *_deadlock(logs)]
 
@@ -181,7 +191,9 @@ def _collectives(logs: Sequence[Sequence[Call]]) -> Iterator[str]:
         outside = [rank for rank, log in enumerate(logs) if rank not in group[1] and any(c.group == group for c in log)]
         if outside:
             yield f"rank {outside[0]} calls {name}, of which it is no member"
-        mine = {rank: [c for c in logs[rank] if c.group == group and not c.p2p] for rank in group[1]}
+        mine = {
+            rank: [c for c in logs[rank] if c.group == group and not c.p2p and c.kind != "wait"] for rank in group[1]
+        }
         first, *others = group[1]
         for rank in others:
             for i, (a, b) in enumerate(zip(mine[first], mine[rank], strict=False)):
@@ -256,7 +268,7 @@ def _steps(log: Sequence[Call]) -> Iterator[Step]:
         if step and (call.batch is None or call.batch != step[0].batch):
             yield step
             step = []
-        if call.group not in seen and not (call.p2p and call.batch is None):
+        if call.group not in seen and call.kind != "wait" and not (call.p2p and call.batch is None):
             seen.add(call.group)
             if step:
                 yield step
@@ -272,11 +284,32 @@ def _deadlock(logs: Sequence[Sequence[Call]]) -> Iterator[str]:
     at = [-1] * len(logs)
     issued: Counter[Hashable] = Counter()
     needs: list[list[tuple[Hashable, int, int]]] = [[] for _ in logs]  # (counterpart, its number, its rank)
+    streams: dict[Hashable, dict[int, deque[Call]]] = defaultdict(lambda: defaultdict(deque))
+
+    def stream(rank: int, call: Call) -> dict[int, deque[Call]]:
+        return streams[call.group, frozenset((rank, call.peer))]
+
+    def pass_on(rank: int, call: Call) -> None:
+        """Ends calls of a pair as long as the first ones left are each other's counterparts."""
+        ends = stream(rank, call)
+        peer = call.peer
+        assert peer is not None
+        while ends[rank] and ends[peer] and ends[rank][0].kind != ends[peer][0].kind:
+            for end in (rank, peer):
+                issued["ended", end, ends[end].popleft().number] += 1
 
     def issue(rank: int) -> None:
         at[rank] += 1
         needs[rank] = []
         for call in steps[rank][at[rank]] if at[rank] < len(steps[rank]) else ():
+            if call.number is not None:
+                if call.kind == "wait":
+                    assert call.peer is not None
+                    needs[rank].append((("ended", rank, call.number), 1, call.peer))
+                else:
+                    stream(rank, call)[rank].append(call)
+                    pass_on(rank, call)
+                continue
             key, peers = _counterparts(rank, call)
             issued[key] += 1
             needs[rank] += [(other, issued[key], peer) for peer, other in peers]

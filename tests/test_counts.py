@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from world import Worlds
@@ -71,3 +73,34 @@ def test_the_vae_runs_on_rank_0_and_its_image_is_broadcast(worlds: Worlds) -> No
     first, second = worlds(2).run(vae_traffic)
     assert first["components"] == (3 * 128 * 64 * ELEMENT, 1)
     assert "components" not in second
+
+
+def staged(plan: str, transport: str = "shared") -> tuple[int, dict[str, tuple[int, int]]]:
+    """This rank's stage, and what it sent in one request of the tiny Flux model."""
+    os.environ["DITPAR_TRANSPORT"] = transport
+    try:
+        family = families()["flux"]
+        pipe = ditpar.parallelize(tiny.build(family), plan)
+        pipe(**tiny.inputs(family, pipe, size=(128, 64), steps=STAGED_STEPS, cfg=False, text_tokens=TEXT))
+    finally:
+        del os.environ["DITPAR_TRANSPORT"]
+    mesh = pipe._ditpar.mesh
+    return mesh.pipe.index, {name: (count.bytes, count.messages) for name, count in mesh.counters.items()}
+
+
+STAGED_STEPS = 4
+
+
+@pytest.mark.parametrize("patches", [2, 4])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_stage_sends_its_rows_once_a_step(stages: int, patches: int, worlds: Worlds) -> None:
+    """X a step along the chain (image and text once), one latent a step around the ring; none when all is at its end."""
+    for stage, sent in worlds(stages).run(staged, f"pipe={stages},patches={patches}"):
+        whole, bands = 1, STAGED_STEPS - 1
+        if stage < stages - 1:
+            rows = STAGED_STEPS * TOKENS * WIDTH * ELEMENT
+            assert sent["pipe"] == (rows, whole * 2 + bands * (patches + 1))
+            assert "pipe_back" not in sent
+        else:
+            assert sent["pipe_back"] == (bands * IMAGE * CHANNELS * ELEMENT, bands * patches)
+            assert sent["pipe"] == ((stages - 1) * IMAGE * CHANNELS * ELEMENT, stages - 1)  # the result, to all

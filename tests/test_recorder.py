@@ -13,11 +13,21 @@ from world import Worlds
 
 import ditpar
 from ditpar.comm import Group, Work
+from ditpar.conformance import tiny
 from ditpar.conformance.variants import variants
 from ditpar.family import families
 from ditpar.plan import Plan
 
 PLANS = ("ulysses=2", "ring=2", "ring=2,ulysses=2", "cfg=2", "cfg=2,ulysses=2", "data=2", "ulysses=3")
+STAGED = (
+    "pipe=2,patches=3",
+    "pipe=3,patches=2",
+    "pipe=2,warmup=9",
+    "pipe=2,cfg=2",
+    "pipe=2,ulysses=2",
+    "pipe=2,ring=2",
+    "pipe=4",
+)
 TWO = ("two", (0, 1))
 ALL = ("all", (0, 1, 2))
 
@@ -149,6 +159,44 @@ def test_no_plan_deadlocks(family: str, plan: str, worlds: Worlds) -> None:
     assert check(logs) == []
     assert all(any(call.p2p for call in log) for log in logs), "nothing was recorded"
     assert all(call.batch is not None for log in logs for call in log if call.p2p)
+
+
+def record_stages(family: str, plan: str, sabotage: str = "") -> list[Call]:
+    """Five steps of a stage pipeline."""
+    log = recorder.start()
+    pipe = _staged(family)
+    call = tiny.inputs(
+        families()[family], pipe, steps=5, size=(64, 64), **({"num_frames": 17} if family == "wan" else {})
+    )
+    ditpar.parallelize(pipe, plan)
+    try:
+        engine = pipe._ditpar
+        engine.mesh.world.pg = dist.new_group(backend=recorder.BACKEND)
+        if sabotage == "one group":
+            engine.calls.back.group = engine.mesh.pipe
+        pipe(**call)
+    finally:
+        ditpar.restore(pipe)
+    return log.calls
+
+
+@cache
+def _staged(family: str):
+    return tiny.build(families()[family], num_layers=4)
+
+
+@pytest.mark.parametrize("plan", STAGED)
+@pytest.mark.parametrize("family", list(families()))
+def test_no_stage_pipeline_deadlocks(family: str, plan: str, worlds: Worlds) -> None:
+    logs = worlds(Plan.parse(plan).world).run(record_stages, family, plan)
+    assert check(logs) == []
+    waits = [sum(call.kind == "wait" for call in log) for log in logs]
+    assert min(waits) >= 4, waits
+
+
+def test_both_edges_of_two_stages_need_groups_of_their_own(worlds: Worlds) -> None:
+    found = check(worlds(2).run(record_stages, "flux", "pipe=2,patches=3", "one group"))
+    assert any(line.startswith("deadlock") for line in found), found
 
 
 @pytest.mark.parametrize("plan", ["ring=3", "ring=4"])

@@ -123,9 +123,12 @@ class Calls:
         self._input: Tensor | None = None
         self._tick = self._made = 0
         self._bands: list[Span] = []
+        self._stages: list[Stage] = []
 
     def defer(self, name: str, transformer: nn.Module, stage: Stage | None, root: Root) -> Root:
         """Calls return a Deferred and wait."""
+        if stage is not None:
+            self._stages.append(stage)
 
         def wrapped(arguments: Arguments) -> Tensor:
             given: Tensor = arguments["hidden_states"]
@@ -296,6 +299,9 @@ class Calls:
 
     def _end(self) -> None:
         """Takes off the ring what was sent for a call that never ran, so that the next request does not meet it."""
+        for stage in self._stages:
+            if stage.after is not None:
+                stage.after.finish()
         if self.back is None:
             return
         call = self.waiting[0] if self.waiting else None
