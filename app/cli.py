@@ -68,6 +68,9 @@ def generate(
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FILE.png", help="Repeat the image in this file.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write what each rank did when, for trace viewers.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate images. Progress goes to stderr, the files' paths to stdout."""
@@ -77,7 +80,21 @@ def generate(
     from ditpar.app.generate import Options, run
 
     given = Options(
-        prompt, model, plan, ranks, size, steps, guidance, true_cfg, settings or [], seed, count, negative, out, source
+        prompt,
+        model,
+        plan,
+        ranks,
+        size,
+        steps,
+        guidance,
+        true_cfg,
+        settings or [],
+        seed,
+        count,
+        negative,
+        out,
+        source,
+        trace,
     )
     try:
         run(given, as_json)

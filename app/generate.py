@@ -23,6 +23,7 @@ from ditpar.gang.load import pipeline_class
 from ditpar.gang.modelfolder import DEFAULT_MODEL, Model, read_model
 from ditpar.plan import Plan, auto
 from ditpar.request import NAMES, Request
+from ditpar.trace import Event, chrome
 
 OPTION = {
     "guidance_scale": "--guidance",
@@ -54,6 +55,7 @@ class Options:
     negative: str | None
     out: Path | None
     source: Path | None
+    trace: Path | None = None
 
 
 def run(options: Options, as_json: bool) -> None:
@@ -71,13 +73,16 @@ def run(options: Options, as_json: bool) -> None:
     console = Console(stderr=True)
     begun = time.monotonic()
     with console.status(f"loading {Path(model.name).name} on {plan.world} rank{'s' * (plan.world > 1)} ({plan})"):
-        pipe = ditpar.load(model.path, plan=plan, quiet=True)
+        pipe = ditpar.load(model.path, plan=plan, quiet=True, trace=options.trace is not None)
     with pipe:
         pipe.set_progress_bar_config(disable=True)
         loaded = time.monotonic() - begun
         results = []
+        events: list[list[Event]] = [[] for _ in range(plan.world)]
         for call, indices in calls:
-            images, times = _generate(pipe, call, set(parameters), console)
+            images, times = _generate(pipe, call, console)
+            for mine, more in zip(events, pipe.events, strict=False):
+                mine += more
             for index in indices:
                 record = Record(call, plan, model.name, index, _versions())
                 path = _path(options.out, record, many)
@@ -87,6 +92,8 @@ def run(options: Options, as_json: bool) -> None:
                 if not as_json:
                     print(path, flush=True)
         memory = pipe.memory()
+    if options.trace is not None:
+        options.trace.write_text(json.dumps(chrome(events)))
     if as_json:
         summary = {"images": results, "plan": str(plan), "model": model.name, "load_seconds": round(loaded, 2)}
         print(json.dumps({**summary, "ranks": memory}))
@@ -197,28 +204,42 @@ def _calls(options: Options, request: Request, plan: Plan, source: Record | None
     return [(replace(request, seed=request.seed + i, count=plan.data), list(range(plan.data))) for i in starts]
 
 
-def _generate(pipe: Any, call: Request, known: set[str], console: Console) -> tuple[list[Any], list[float]]:
+class _Bar:
+    """The steps of one call, drawn and timed. Takes the place of the pipeline's own bar, and needs no callback."""
+
+    def __init__(self, progress: Progress, seed: int, total: int) -> None:
+        self.progress, self.n = progress, 0
+        self.task = progress.add_task("", total=total, seed=seed, speed="")
+        self.times: list[float] = []
+        self.last = time.monotonic()
+
+    def update(self, n: int) -> None:
+        now = time.monotonic()
+        self.n += n
+        self.times += [(now - self.last) / n] * n
+        self.last = now
+        self.progress.update(self.task, advance=n, speed=f"{self.times[-1]:.3f} s/step")
+
+    def close(self) -> None:
+        self.progress.update(self.task, refresh=True)
+
+
+def _generate(pipe: Any, call: Request, console: Console) -> tuple[list[Any], list[float]]:
     """One engine call. Returns its images and the seconds of each step."""
     generators = [torch.Generator().manual_seed(seed) for seed in call.seeds]
-    times: list[float] = []
     columns = (TextColumn("seed {task.fields[seed]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars: list[_Bar] = []
+    begun = time.monotonic()
     with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console) as progress:
-        task = progress.add_task("", total=call.steps, seed=call.seed, speed="")
-        last = time.monotonic()
 
-        def stepped(*_: Any) -> dict[str, Any]:
-            nonlocal last
-            times.append(time.monotonic() - last)
-            last = time.monotonic()
-            progress.update(task, advance=1, speed=f"{times[-1]:.3f} s/step")
-            return {}
+        def bar(total: int) -> _Bar:
+            bars.append(_Bar(progress, call.seed, total))
+            return bars[-1]
 
-        name = "callback_on_step_end" if "callback_on_step_end" in known else "callback"
-        callback = {name: stepped} if name in known else {}
-        output = pipe(**call.call(), generator=generators if call.count > 1 else generators[0], **callback)
-        if not times:
-            times.append(time.monotonic() - last)
-    return output.images, times
+        vars(pipe)["progress_bar"] = bar
+        output = pipe(**call.call(), generator=generators if call.count > 1 else generators[0])
+    times = [t for each in bars for t in each.times]
+    return output.images, times or [time.monotonic() - begun]
 
 
 def _check_out(out: Path | None) -> None:

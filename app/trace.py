@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ditpar.errors import RequestError
-from ditpar.stage.trace import mean, read, shares
+from ditpar.trace import mean, read, shares
 
 
 def run(file: Path, as_json: bool) -> None:

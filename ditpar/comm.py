@@ -10,6 +10,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditpar.shared import Channel
+from ditpar.trace import Trace, What
 
 
 @dataclass
@@ -29,10 +31,15 @@ class Count:
 
 
 class Counters(defaultdict[str, Count]):
-    """Bytes and messages sent by this rank, per method name."""
+    """Bytes and messages sent by this rank, per method name; and when, while `trace` is set."""
 
     def __init__(self) -> None:
         super().__init__(Count)
+        self.trace: Trace | None = None
+
+    def span(self, what: What, name: str, **facts: Any) -> AbstractContextManager[None]:
+        """A span of the trace, if there is one."""
+        return nullcontext() if self.trace is None else self.trace.span(what, name, **facts)
 
     def sent(self, method: str, tensor: Tensor, times: int = 1) -> None:
         self[method].bytes += tensor.numel() * tensor.element_size() * times
@@ -87,8 +94,9 @@ class Group:
         Tensors must be contiguous. The own position is ignored.
         """
         peers = [peer for peer in range(self.size) if peer != self.index]
-        for work in self._start(method, [(p, send[p]) for p in peers], [(p, recv[p]) for p in peers]):
-            work.wait()
+        with self.counters.span("wait", method):
+            for work in self._start(method, [(p, send[p]) for p in peers], [(p, recv[p]) for p in peers]):
+                work.wait()
 
     def shift(self, method: str, send: Tensor, recv: Tensor) -> list[Work]:
         """Starts one ring step: `send` goes to the next rank, `recv` is filled by the previous. Returns what to wait for."""
@@ -131,7 +139,8 @@ class Group:
             if self.index == source:
                 self.counters.sent(method, tensor, self.size - 1)
             # The group of all ranks is a CPU one, for control; what lies on GPUs goes by the default group.
-            dist.broadcast(tensor, self.ranks[source], group=None if tensor.is_cuda else self.pg)
+            with self.counters.span("wait", method):
+                dist.broadcast(tensor, self.ranks[source], group=None if tensor.is_cuda else self.pg)
         return tensor
 
     def max(self, value: int) -> int:
@@ -148,6 +157,13 @@ class Group:
         return flag, None if self.size == 1 else dist.all_reduce(
             flag, op=dist.ReduceOp.MAX, group=self.pg, async_op=True
         )
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order. Only for the group of all ranks."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self.pg)
+        return found
 
     def broadcast_tree(self, method: str, value: Any, source: int = 0, device: torch.device | None = None) -> Any:
         """Any picklable value of the `source`-th rank, on all ranks. Its tensors travel as tensors, not in the pickle.

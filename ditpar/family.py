@@ -97,7 +97,7 @@ class Family:
         text: submodules of a block that work on text tokens alone.
         output: shape rule of the transformer's output: like its `tokens` input, or a `latent` with out_channels.
         cfg: how classifier-free guidance is done.
-        heads_key: config key of the number of attention heads.
+        heads_key, layers_keys: config keys of the number of attention heads, and of blocks in each list.
         defaults: call arguments that make a plain request right.
         tiny: config of a tiny random model for the conformance kit.
     """
@@ -123,11 +123,16 @@ class Family:
     not_empty: tuple[str, ...] = ()
     slices: tuple[Slice, ...] = ()
     heads_key: str = "num_attention_heads"
+    layers_keys: tuple[str, ...] = ("num_layers",)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def heads(self, config: Mapping[str, Any]) -> int:
         return int(config[self.heads_key])
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        """Blocks of the model, in all of its lists."""
+        return sum(int(config[key]) for key in self.layers_keys)
 
     def batch(self, call: Mapping[str, Any]) -> int:
         """Images that a pipeline call with these arguments makes."""

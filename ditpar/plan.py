@@ -31,9 +31,9 @@ class Plan:
     Text form: `cfg=2,ulysses=2`; the empty plan prints as `single`. `components` says who holds text encoders and
     VAE: `all` ranks (the default where memory is plenty) or `rank0` alone; either way they *run* on one rank.
 
-    For `pipe` (PipeFusion): `patches` is the number of bands that a step is cut into (0: as many as stages, or as there are rows), `warmup`
-    the number of first steps that run whole and exact, `split` how many blocks each stage has (`10/9`; balanced by
-    estimated cost without it).
+    For `pipe` (PipeFusion): `patches` is the number of bands that a step is cut into (0: as many as stages, or as there
+    are rows), `warmup` the number of first steps that run whole and exact, `split` how many blocks each stage has
+    (`10/9`; balanced by estimated cost without it).
     """
 
     data: int = 1
@@ -150,6 +150,11 @@ class Plan:
             )
         if self.sequence * self.pipe > 1 and not family.sites:
             raise PlanError(f"plan: ring, ulysses and pipe are not supported by family {family.name}; use cfg or data")
+        if self.pipe > 1 and self.pipe > family.layers(config):
+            raise PlanError(
+                f"plan: pipe={self.pipe} exceeds the model's {family.layers(config)} blocks; "
+                f"use pipe={family.layers(config)} at most"
+            )
         if self.cfg > 2:
             raise PlanError(f"plan: cfg={self.cfg}: there are two branches (with and without the prompt); use cfg=2")
         if call is not None:
@@ -169,13 +174,23 @@ class Plan:
                 f"plan: data={self.data} needs at least {self.data} images in one call but this call makes {batch}; "
                 "raise num_images_per_prompt (or --count), or use cfg or ulysses"
             )
-        if memory is not None and self.sequence > 1:
-            need = family.exchange_bytes(config, call, self.ring, self.ulysses, self.cfg, self.data)
+        if memory is not None and self.sequence * self.pipe > 1:
+            need = self._kept_bytes(family, config, call)
             if need is not None and need > memory:
+                more = "more stages, " if self.pipe > 1 else ""
                 raise PlanError(
                     f"plan: {self} holds {need >> 20} MiB of keys and values a rank but only {memory >> 20} MiB are "
-                    "free; use more ulysses ranks or a smaller size"
+                    f"free; use {more}more ulysses ranks or a smaller size"
                 )
+
+    def _kept_bytes(self, family: Family, config: Mapping[str, Any], call: Mapping[str, Any]) -> int | None:
+        """Keys and values that a rank holds at once: of one site, or of all of a stage's blocks and branches."""
+        ring = self.ring if self.pipe == 1 else 1  # a stage holds all rows
+        site = family.exchange_bytes(config, call, ring, self.ulysses, self.cfg, self.data)
+        if site is None or self.pipe == 1:
+            return site
+        separate = family.cfg.style == "separate" and family.cfg.active(call) and self.cfg == 1
+        return site * -(-family.layers(config) // self.pipe) * (1 + separate)
 
     def _instead(self, family: Family, config: Mapping[str, Any], world: int | None = None) -> str:
         try:

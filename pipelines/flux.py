@@ -18,6 +18,7 @@ FAMILY = Family(
     static=("img_ids", "txt_ids", "joint_attention_kwargs"),
     output="tokens",
     cfg=Guidance("separate", "true_cfg_scale", needs_negative=True),
+    layers_keys=("num_layers", "num_single_layers"),
     embed=Embed("x_embedder", 1),
     per_step=(
         "time_text_embed",

@@ -119,3 +119,17 @@ def test_unknown_transformer_points_to_the_guide():
 def test_records_are_short_and_found_by_class():
     for family in families().values():
         assert family_of(family.transformer) is family
+
+
+def test_what_a_stage_keeps_is_weighed_against_memory() -> None:
+    """Flux at 1024 x 1024: keys and values of 19 + 38 blocks over 4096 tokens, in fp32, for both branches."""
+    family = families()["flux"]
+    config = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}
+    call = {"height": 1024, "width": 1024, "prompt": "x", "true_cfg_scale": 3.0, "negative_prompt": ""}
+    site = 2 * 4096 * 3072 * 4
+    for plan, need in (("pipe=2", site * 29 * 2), ("pipe=4,ulysses=2", site * 15), ("cfg=2,pipe=2", site * 29)):
+        Plan.parse(plan).validate(family, config, call, memory=need)
+        with pytest.raises(PlanError, match=f"{plan} holds {need >> 20} MiB .* use more stages"):
+            Plan.parse(plan).validate(family, config, call, memory=need - 1)
+    with pytest.raises(PlanError, match="pipe=58 exceeds the model's 57 blocks"):
+        Plan.parse("pipe=58").validate(family, config)

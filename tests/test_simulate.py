@@ -14,7 +14,7 @@ from ditpar.planner.simulate import Costs, ScheduleError, Timeline, Wire, by_que
 from ditpar.stage import program
 from ditpar.stage.cut import bands
 from ditpar.stage.program import Act, Edge, Kind, Op, Round, Span
-from ditpar.stage.trace import read
+from ditpar.trace import read
 
 MS = 1_000_000
 EQUAL = Costs(by_queries(1e-3))

@@ -17,7 +17,7 @@ from ditpar.app import cli
 from ditpar.errors import RequestError
 from ditpar.planner.simulate import Costs, by_queries, rounds, simulate
 from ditpar.stage.cut import bands
-from ditpar.stage.trace import Event, Shares, Trace, chrome, mean, read, shares
+from ditpar.trace import Event, Shares, Trace, chrome, mean, read, shares
 
 START = 5_000_000_000_000_123
 """A monotonic clock after two months: microseconds as floats would lose nanoseconds."""

@@ -56,8 +56,9 @@ def ring_attend(
             block_mask = None if mask is None else block[:, width:].transpose(0, 1).to(mask.dtype)
             part, weight = attend_lse(queries, keys, values, block_mask, scale)
             out, lse = (part, weight) if out is None or lse is None else merge(out, lse, part, weight)
-        for work in works:
-            work.wait()
+        with group.counters.span("wait", METHOD):
+            for work in works:
+                work.wait()
         if following is not None:
             block = following
     assert out is not None

@@ -94,7 +94,7 @@ class Binding:
         family, mesh = self.family, self.mesh
         if mesh.plan.world == 1:
             return
-        root = innermost(transformer._call_impl)
+        root = _traced(self.name, mesh, self.stage, innermost(transformer._call_impl))
         if self.sequence:
             self._apply_sequence(changes, transformer, self.sequence)
             root = self.sequence.root(root)
@@ -150,6 +150,25 @@ class Binding:
             for name, rows in self.family.sites.items()
             if (module := getattr(block, name, None)) is not None
         ]
+
+
+def _traced(name: str, mesh: Mesh, stage: Stage | None, root: Root) -> Root:
+    """The transformer's own call as a span of the trace, if there is one."""
+
+    def wrapped(arguments: Arguments) -> Tensor:
+        if mesh.counters.trace is None:
+            return root(arguments)
+        facts: dict[str, Any] = {"model": name}
+        if stage is not None:
+            unit = stage.unit
+            facts |= {"step": unit.tick, "call": unit.run, "kind": unit.kind.value, "rows": list(unit.rows)}
+            facts["blocks"] = [stage.begin, stage.end]
+        with mesh.counters.span(
+            "compute", f"step {unit.tick} band {unit.part}" if stage is not None else name, **facts
+        ):
+            return root(arguments)
+
+    return wrapped
 
 
 def _banded(stage: Stage, root: Root) -> Root:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -23,6 +23,7 @@ from ditpar.family import Family, family_of
 from ditpar.mesh import Mesh, build_mesh
 from ditpar.methods.calls import Calls
 from ditpar.plan import Plan, auto
+from ditpar.trace import Event, Trace
 
 _TRANSFORMERS = ("transformer", "transformer_2")
 
@@ -34,6 +35,7 @@ class Engine:
         plan, family, mesh: what was bound.
         calls: the transformer calls that wait for one another, under a plan with cfg or pipe.
         serves: the thread whose request is running.
+        traces: whether requests are to be traced; `events` then has those of all ranks, of the last request.
         on_step: called after each denoising step, on every rank, by whoever watches over them.
     """
 
@@ -46,6 +48,8 @@ class Engine:
         self.calls = Calls(family, self.mesh) if plan.cfg > 1 or plan.pipe > 1 else None
         self.busy = threading.Lock()
         self.serves: int | None = None
+        self.traces = False
+        self.events: list[list[Event]] = []
         self.interrupts = Interrupts(self.mesh.world, 0)
         self.on_step: Callable[[], None] | None = None
 
@@ -87,7 +91,7 @@ class Engine:
                     bound.arguments["callback"] = plain_callback(call["callback"])
                 # Callbacks make ranks meet at each step in any case. Without them a stage pipeline is never drained.
                 self.interrupts = Interrupts(world, 2 if self.plan.pipe > 1 and callback is None else 0)
-            with self.calls.request() if self.calls else nullcontext():
+            with self._traced(), self.calls.request() if self.calls else nullcontext():
                 self._apply(changes, pipe)
                 result = resolve(self.stock.__call__(*bound.args, **bound.kwargs))
             self.interrupts.end()
@@ -96,6 +100,18 @@ class Engine:
             changes.undo()
             self.serves = None
             self.busy.release()
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        if not self.traces:
+            yield
+            return
+        trace = self.mesh.counters.trace = Trace()
+        try:
+            yield
+        finally:
+            self.mesh.counters.trace = None
+        self.events = self.mesh.world.all_gather_objects(trace.events)
 
     def _check(self, pipe: Any, call: dict[str, Any]) -> None:
         for name, binding in self.bindings.items():

@@ -31,6 +31,7 @@ class Setup:
     world: int
     device: str
     threads: int
+    traces: bool = False
 
 
 @dataclass(frozen=True)

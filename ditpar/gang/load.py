@@ -34,6 +34,7 @@ def load(
     device: str | None = None,
     patience: tuple[float, float] = (600.0, 60.0),
     quiet: bool = False,
+    trace: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> RemotePipeline:
     """Loads a pipeline onto a gang of local ranks; the result is used like the diffusers pipeline itself.
@@ -48,6 +49,7 @@ def load(
         patience: seconds without a step after which the gang is ended: while the time of steps is not known (before the
             third, after the last, in other commands), and the least in between, where it is 20 times the median step.
         quiet: no bars while the weights load.
+        trace: after each call, `events` of the result has what each rank did when (ditpar.trace.chrome writes them).
         from_pretrained_kwargs: passed on.
 
     Raises:
@@ -90,7 +92,7 @@ def load(
         stock = pipeline_class(model)
         first = fixed or auto(model.family, model.config, _usual_call(model, stock), world)
         first.validate(model.family, model.config, None, world)
-        setup = Setup(str(first), world, "cuda" if devices else "cpu", threads or max(1, _cores() // world))
+        setup = Setup(str(first), world, "cuda" if devices else "cpu", threads or max(1, _cores() // world), trace)
         return remote_class(stock)(gang, setup, model, stock, fixed)
     except BaseException:
         gang.close()

@@ -41,6 +41,8 @@ class RemotePipeline:
     """
 
     _gang: Gang
+    events: list[list[Event]]
+    """What each rank did in the last call, when loaded with `trace`."""
 
     def __init__(self, gang: Gang, setup: Setup, model: Model, stock: type, plan: Plan | None) -> None:
         vars(self).update(
@@ -55,6 +57,7 @@ class RemotePipeline:
             _settings=None,  # what a running callback has set
             _raised=None,  # what a callback has raised
             _facts={},
+            events=[],
             _modules=frozenset(),
             _history=History(),
             _schedule=None,
@@ -86,7 +89,7 @@ class RemotePipeline:
             bar = Bar(self.progress_bar)
             listener = Listener(lambda event: self._called_back(callbacks, generator, event), bar.told)
             try:
-                output, states, facts = self._gang.run(
+                output, states, facts, events = self._gang.run(
                     self._command("call", ("__call__",), kwargs=sent, plan=plan), listener
                 )
             except Exception:
@@ -98,6 +101,7 @@ class RemotePipeline:
                 bar.close()
             states.set(generator)
             self._facts.update(facts)
+            vars(self)["events"] = events
             self._schedule.outdated = True
         return output
 

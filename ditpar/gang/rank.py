@@ -70,6 +70,7 @@ class Rank:
         self.replies: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
         self.request: Request | None = None
         self.device = "cpu"
+        self._traces = False
         self._busy = False
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -148,6 +149,7 @@ class Rank:
             self.pipe = self.pipe()
         if setup.device != "cpu":
             self.pipe.to(self.device)
+        self._traces = setup.traces
         self._bind(setup.plan)
         modules = [name for name, value in self.pipe.components.items() if isinstance(value, torch.nn.Module)]
         return self.pipe.scheduler, facts(self.pipe) | {"_internal_dict": self.pipe.config}, modules
@@ -156,6 +158,7 @@ class Rank:
         from ditpar.engine.parallel import parallelize
 
         parallelize(self.pipe, plan)
+        self.pipe._ditpar.traces = self._traces
         self.pipe.progress_bar = self._progress_bar
 
     def _progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:

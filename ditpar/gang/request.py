@@ -28,7 +28,7 @@ class Request:
         self.generator = self._sent.generators()
 
     def run(self) -> Any:
-        """Rank 0's result, random states afterwards, and facts; None on other ranks."""
+        """Rank 0's result, random states afterwards, facts, and events of a trace; None on other ranks."""
         self._sent.set(self.generator)
         callbacks = {
             name: lambda *args, name=name: self._callback(name, args)
@@ -37,7 +37,9 @@ class Request:
         }
         generator = {} if self.generator is None else {"generator": self.generator}
         result = self.pipe(**{**self.kwargs, **generator, **callbacks})
-        return (result, self._states(), facts(self.pipe)) if self.rank.number == 0 else None
+        if self.rank.number > 0:
+            return None
+        return result, self._states(), facts(self.pipe), self.pipe._ditpar.events
 
     def _states(self) -> States:
         return States.of(self.generator, self.rank.device.partition(":")[0])

@@ -146,9 +146,9 @@ class Stage:
 
         Those within compiled blocks are left out.
         """
-        own = list(blocks.items())[self.begin : self.end]
-        self.compiled = any(block._compiled_call_impl is not None for _, block in own)
-        own = [path for path, block in own if block._compiled_call_impl is None]
+        mine = list(blocks.items())[self.begin : self.end]
+        self.compiled = any(block._compiled_call_impl is not None for _, block in mine)
+        own = [path for path, block in mine if block._compiled_call_impl is None]
         found = []
         for patterns, per_request in ((self.family.per_step, False), (self.family.per_request, True)):
             for pattern in patterns:
@@ -171,11 +171,9 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
 def block_split(family: Family, transformer: nn.Module, stages: int, wish: str) -> list[int]:
     """How many consecutive blocks each stage has: as wished (`10/9`), or such that the dearest stage is cheapest.
 
-    Raises PlanError for wishes that do not fit the model.
+    Raises PlanError for a wish that does not fit the model.
     """
     blocks = [b for name in family.blocks for b in transformer.get_submodule(name).children()]
-    if len(blocks) < stages:
-        raise PlanError(f"plan: pipe={stages} exceeds the model's {len(blocks)} blocks; use pipe={len(blocks)} at most")
     if not wish:
         return cut.stages([block_cost(family, block) for block in blocks], stages)
     sizes = [int(n) for n in wish.split("/")]

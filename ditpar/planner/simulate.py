@@ -13,7 +13,7 @@ from math import inf
 from ditpar.errors import DitparError
 from ditpar.stage import program
 from ditpar.stage.program import Act, Edge, Kind, Op, Round, Span, Unit
-from ditpar.stage.trace import Event, Shares, What, mean, shares
+from ditpar.trace import Event, Shares, What, mean, shares
 
 Seconds = Callable[[Unit, int], float]
 """Seconds of a unit on a stage."""

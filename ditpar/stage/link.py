@@ -27,7 +27,8 @@ class Link:
         for tensor in tensors:
             if tensor.numel():
                 tensor = tensor.contiguous()
-                work = self.group.send(self.method, tensor, self.peer, AHEAD)
+                with self.group.counters.span("send", self.method, bytes=tensor.nbytes):
+                    work = self.group.send(self.method, tensor, self.peer, AHEAD)
                 if work is not None:
                     self._sent.append((tensor, work))
         while len(self._sent) > AHEAD:
@@ -48,8 +49,9 @@ class Link:
             assert make is not None
             self.post(*make())
         buffers, works = self._posted.popleft()
-        for work in works:
-            work.wait()
+        with self.group.counters.span("wait", self.method):
+            for work in works:
+                work.wait()
         return buffers
 
     def finish(self) -> None:
