@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ditpar.engine.parallel import parallelize, restore
+    from ditpar.engine.partial import load_stage
     from ditpar.errors import DitparError, GangError, ModelError, PlanError, RequestError
     from ditpar.gang.load import load
     from ditpar.plan import Plan
@@ -22,6 +23,7 @@ __all__ = [
     "Request",
     "RequestError",
     "load",
+    "load_stage",
     "parallelize",
     "restore",
 ]
@@ -30,6 +32,7 @@ _HOMES = {
     "parallelize": "engine.parallel",
     "restore": "engine.parallel",
     "load": "gang.load",
+    "load_stage": "engine.partial",
     "Plan": "plan",
     "Request": "request",
 }

@@ -110,6 +110,11 @@ class Plan:
         """The number of ranks that the plan needs: the product of its degrees."""
         return math.prod(self.degrees.values())
 
+    def coordinate(self, axis: str, rank: int) -> int:
+        """Where a rank is along an axis: ranks are laid out with the last axis varying fastest."""
+        inner = math.prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
+        return rank // inner % int(getattr(self, axis))
+
     @property
     def sequence(self) -> int:
         """Ranks that share one token sequence (ring x ulysses)."""

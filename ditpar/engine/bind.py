@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 
 from ditpar.attention.site import Site, twin
+from ditpar.engine.partial import is_partial
 from ditpar.engine.undo import Changes, wrap_call
 from ditpar.errors import PlanError
 from ditpar.family import Family, Slice
@@ -44,6 +46,11 @@ class Binding:
         Raises PlanError naming compile calls, caches and processors that do not go with it.
         """
         plan, name = self.mesh.plan, self.name
+        if is_partial(transformer) and (self.stage is None or any(p.is_meta for p in self._own(transformer))):
+            raise PlanError(
+                f"{name} holds one stage of another plan than {plan} alone; call ditpar.restore first, which reads the "
+                "rest of the model"
+            )
         if plan.world == 1:
             return
         if (
@@ -76,6 +83,11 @@ class Binding:
                     )
                 if plan.ring > 1:
                     self._check_backend(f"{name}.{path}", site.processor)
+
+    def _own(self, transformer: nn.Module) -> Iterator[nn.Parameter]:
+        assert self.stage is not None
+        for block in list(self._blocks(transformer).values())[self.stage.begin : self.stage.end]:
+            yield from block.parameters()
 
     @staticmethod
     def _check_backend(where: str, processor: Any) -> None:

@@ -17,6 +17,7 @@ from ditpar.dataflow.deferred import resolve
 from ditpar.engine.agree import Interrupts, agree_on_arguments, agree_on_random_state, agreed_callback, plain_callback
 from ditpar.engine.bind import Binding
 from ditpar.engine.components import drop_weights, fetch_weights, once_modules, share_components
+from ditpar.engine.partial import complete
 from ditpar.engine.undo import Changes
 from ditpar.errors import ModelError, RequestError
 from ditpar.family import Family, family_of
@@ -202,7 +203,7 @@ def parallelize(pipe: Any, plan: Plan | str = "auto") -> Any:
         ModelError: no family record for the transformer's class.
         PlanError: the plan cannot be right for this model or number of ranks; says what would work.
     """
-    restore(pipe)
+    _unbind(pipe)
     names = transformer_names(pipe)
     families = {family_of(type(_unwrapped(getattr(pipe, name))).__name__).name: name for name in names}
     if len(families) != 1:
@@ -226,14 +227,21 @@ def parallelize(pipe: Any, plan: Plan | str = "auto") -> Any:
 def restore(pipe: Any) -> Any:
     """Undoes `parallelize`: the pipeline has its own class again and nothing of ditpar. Returns the same object.
 
-    Under `components=rank0` it fetches the dropped weights from rank 0, so every rank must call it.
+    Blocks that `load_stage` left out are read from the model's files. Under `components=rank0` it fetches the dropped
+    weights from rank 0, so every rank must call it.
     """
+    _unbind(pipe)
+    for name in transformer_names(pipe):
+        complete(_unwrapped(getattr(pipe, name)))
+    return pipe
+
+
+def _unbind(pipe: Any) -> None:
     engine = vars(pipe).pop("_ditpar", None)
     if engine is not None:
         pipe.__class__ = engine.stock
         if engine.plan.components == "rank0":
             fetch_weights(engine.once(pipe), engine.mesh.world, _device(pipe))
-    return pipe
 
 
 def _blank(stock: type) -> Any:

@@ -20,12 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ditpar.engine.parallel import parallelize, transformer_names
+from ditpar.engine.partial import staying
 from ditpar.errors import RequestError
+from ditpar.family import family_of
 from ditpar.gang.calls import Answer, Command, Loading, Marker, Setup, facts
 from ditpar.gang.lora import checked_load
 from ditpar.gang.request import Request
 from ditpar.gang.server import STACKS_SIGNAL
 from ditpar.gang.wire import Wire, dumps, loads
+from ditpar.plan import Plan
 
 BEAT_S = 1.0
 _FOREVER = datetime.timedelta(days=7)
@@ -148,15 +152,21 @@ class Rank:
         if isinstance(self.pipe, types.FunctionType):
             self.pipe = self.pipe()
         if setup.device != "cpu":
-            self.pipe.to(self.device)
+            self._to_device(Plan.parse(setup.plan))
         self._traces = setup.traces
         self._bind(setup.plan)
         modules = [name for name, value in self.pipe.components.items() if isinstance(value, torch.nn.Module)]
         return self.pipe.scheduler, facts(self.pipe) | {"_internal_dict": self.pipe.config}, modules
 
-    def _bind(self, plan: str) -> None:
-        from ditpar.engine.parallel import parallelize
+    def _to_device(self, plan: Plan) -> None:
+        """Moves what this rank computes with; other stages' blocks stay in memory that the host's ranks share."""
+        with contextlib.ExitStack() as stack:
+            for name in transformer_names(self.pipe) if plan.pipe > 1 else ():
+                model = getattr(self.pipe, name)
+                stack.enter_context(staying(family_of(type(model).__name__), model, plan, self.number))
+            self.pipe.to(self.device)
 
+    def _bind(self, plan: str) -> None:
         parallelize(self.pipe, plan)
         self.pipe._ditpar.traces = self._traces
         self.pipe.progress_bar = self._progress_bar
