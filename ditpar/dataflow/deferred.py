@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ditpar.errors import StaleError
 
@@ -39,6 +39,8 @@ class Deferred(torch.Tensor):
         after: the number of the last transformer call that it depends on.
         evaluate: computes rows on the rank that owns the value; None for calls and on other ranks.
         view: for a view, what gives it from its base: as a true alias once the base has a value.
+        number: counts the deferred values of the flow.
+        depth: how many operations that may still have to be done lead to it.
     """
 
     _flow: Flow
@@ -47,8 +49,11 @@ class Deferred(torch.Tensor):
     _after: int
     _evaluate: Evaluate | None
     _view: tuple[Deferred, Callable[[Tensor], Tensor]] | None
+    _number: int
+    _depth: int
     _bands: dict[tuple[int, int], Tensor]
     _value: Tensor | None
+    _seen: int | None
 
     @staticmethod
     def __new__(
@@ -60,12 +65,15 @@ class Deferred(torch.Tensor):
         after: int,
         evaluate: Evaluate | None = None,
         view: tuple[Deferred, Callable[[Tensor], Tensor]] | None = None,
+        number: int = 0,
+        depth: int = 0,
     ) -> Deferred:
         self: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         self._flow, self._meta, self._row, self._after = flow, like, row, after
-        self._evaluate, self._view, self._bands, self._value = evaluate, view, {}, None
+        self._evaluate, self._view, self._number, self._depth = evaluate, view, number, depth
+        self._bands, self._value, self._seen = {}, None, None
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -92,19 +100,38 @@ class Deferred(torch.Tensor):
         """Rows [lo, hi) on the rank that owns the value. Raises NotReady when the call has not got so far."""
         if not self.pending:
             return self.value().narrow(self._row, lo, hi - lo)
+        if lo == hi:
+            return torch.empty_like(self._meta.narrow(self._row, lo, 0), device=self.device)
         known = self._bands.get((lo, hi))
         if known is None:
             known = self._assembled(lo, hi)
         if known is None:
             if self._evaluate is None:
                 raise NotReady
-            known = self._bands[lo, hi] = self._evaluate(lo, hi)
-            if self._assembled(0, self.rows, make=False) is not None:
+            known = self._evaluate(lo, hi)
+            if hi - lo == self.rows:
+                self._bands.clear()
+            self._bands[lo, hi] = known
+            if self._covers(0, self.rows) is not None:
                 self._evaluate = None  # so that histories do not chain for ever
         return known
 
-    def _assembled(self, lo: int, hi: int, make: bool = True) -> Tensor | None:
-        """Rows out of the bands that are known; None when some are missing."""
+    def source(self, lo: int, hi: int) -> Tensor:
+        """Rows [lo, hi) for an operation that was noted before the value was known.
+
+        Raises StaleError when the value was changed since.
+        """
+        if self.stale:
+            raise StaleError("a deferred value was changed in place before what had been computed from it was needed")
+        return self.band(lo, hi)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the value was written to since it became known."""
+        return not self.pending and version(self.value()) != self._seen
+
+    def _covers(self, lo: int, hi: int) -> list[tuple[tuple[int, int], int, int]] | None:
+        """Known bands, and the rows of each, that make up [lo, hi); None when some are missing."""
         parts, at = [], lo
         while at < hi:
             found = next(((a, b) for a, b in self._bands if a <= at < b), None)
@@ -113,8 +140,12 @@ class Deferred(torch.Tensor):
             end = min(found[1], hi)
             parts.append((found, at, end))
             at = end
-        if not make:
-            return self._meta
+        return parts
+
+    def _assembled(self, lo: int, hi: int) -> Tensor | None:
+        parts = self._covers(lo, hi)
+        if parts is None:
+            return None
         pieces = [self._bands[span].narrow(self._row, a - span[0], b - a) for span, a, b in parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self._row)
 
@@ -124,31 +155,32 @@ class Deferred(torch.Tensor):
             if self._view is not None:
                 base, apply = self._view
                 self._value = apply(base.value())
+                self._seen = base._seen
+                self._evaluate, self._bands, self._view = None, {}, None
             else:
                 self._value = self._flow.whole(self)
-            self._evaluate, self._bands, self._view = None, {}, None
+                self._seen = version(self._value)
+                self._evaluate, self._bands = None, {}
+                self._flow.hold(self._number)
         return self._value
 
     def hold(self) -> None:
         """Evaluates all rows on this rank, so that later writes to what they came from do no harm."""
         if self.pending and self._view is None and self._evaluate is not None:
-            with suppress(NotReady):
+            with suppress(NotReady, StaleError):
                 self.band(0, self.rows)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.einsum:
-            flow = next(a._flow for a in _leaves(args) if isinstance(a, Deferred))
-            return flow.einsum(*args)
+            return _flow(args).einsum(*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        flow = next(a._flow for a in _leaves((args, kwargs)) if isinstance(a, Deferred))
-        return flow.dispatch(func, args, kwargs)
+        return _flow((args, kwargs)).dispatch(func, args, kwargs or {})
 
     # What reads memory without an operation has no dispatch to catch it.
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +213,8 @@ class Deferred(torch.Tensor):
         return f"Deferred(shape={list(self.shape)}, pending={self.pending})"
 
 
-def _leaves(tree: Any) -> Any:
-    for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, list | tuple | dict):
-            yield from _leaves(item)
-        else:
-            yield item
+def _flow(tree: Any) -> Flow:
+    return next(leaf._flow for leaf in tree_leaves(tree) if isinstance(leaf, Deferred))
 
 
 def resolve(tree: Any) -> Any:
@@ -198,22 +226,32 @@ class Captured:
     """Arguments of a call that is to run later, guarded against changes in between."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
+        self.arguments = unchanging(settled(arguments))
         self.versions = [
-            (name, tensor, tensor._version)
-            for name, value in arguments.items()
-            for tensor in (value.values() if isinstance(value, dict) else [value])
-            if guarded(tensor)
+            (name, leaf, version(leaf))
+            for name, value in self.arguments.items()
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor)
         ]
 
     def get(self) -> dict[str, Any]:
         """The arguments. Raises StaleError when one was written to since."""
-        for name, tensor, version in self.versions:
-            if tensor._version != version:
+        for name, tensor, seen in self.versions:
+            if tensor.stale if isinstance(tensor, Deferred) else version(tensor) != seen:
                 raise StaleError(f"transformer argument {name} was changed in place before the deferred call ran")
         return dict(self.arguments)
 
 
-def guarded(value: Any) -> bool:
-    """Whether writes to the value can be noticed: it is a plain tensor with a version."""
-    return isinstance(value, Tensor) and not isinstance(value, Deferred) and not value.is_inference()
+def settled(tree: Any) -> Any:
+    """The tree with every Deferred that has a value replaced by it."""
+    return tree_map_only(Deferred, lambda d: d if d.pending else d.value(), tree)
+
+
+def version(tensor: Tensor) -> int | None:
+    """Grows with every write to the tensor or to an alias of it; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def unchanging(tree: Any) -> Any:
+    """The tree with copies of the tensors whose changes torch does not count."""
+    return tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() and not isinstance(t, Deferred) else t, tree)

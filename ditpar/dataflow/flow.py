@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import weakref
 from collections import Counter
@@ -12,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from ditpar.dataflow import rules
-from ditpar.dataflow.deferred import Deferred, Evaluate, guarded, resolve
+from ditpar.dataflow.deferred import Deferred, Evaluate, resolve, settled, unchanging, version
 from ditpar.errors import StaleError
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+DEEPEST = 64
+"""Operations that may wait one behind the other; each takes some frames of Python's stack when it is done."""
 
 
 class Flow:
@@ -47,7 +50,7 @@ class Flow:
         self.forced: Counter[tuple[str, str]] = Counter()
         self._live: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._old = 0
+        self._old = self._held = 0
 
     def call(self, like: Tensor, device: torch.device, row: int) -> Deferred:
         """The result of one more transformer call, to be filled when it runs."""
@@ -61,11 +64,15 @@ class Flow:
     def ran(self) -> None:
         """All calls so far have run. What has been waiting for longer than a step is evaluated, to end its history."""
         self.done = self.calls
+        self.hold(0, self._old)
+        self._held, self._old = self._old, next(self._numbers)
+
+    def hold(self, first: int = 0, end: float = math.inf) -> None:
+        """Evaluates what is still noted of the values numbered [first, end), as far as the calls that ran allow."""
         if self.owner:
-            for number, node in list(self._live.items()):
-                if number < self._old:
+            for node in list(self._live.values()):
+                if first <= node._number < end:
                     node.hold()
-        self._old = next(self._numbers)
 
     def whole(self, node: Deferred) -> Tensor:
         """The node's plain value on every rank."""
@@ -75,30 +82,33 @@ class Flow:
         if self.share is not None:
             value = self.share(value, node.shape, node.dtype, node.device)
         assert value is not None
+        if value.stride() != node.stride():
+            value = _empty(node, node.device).copy_(value)
         return value
 
     def count(self, what: str) -> None:
-        self.forced[what, _caller()] += 1
+        if self.lazy:
+            self.forced[what, _caller()] += 1
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation with a Deferred among its arguments: noted, or done on plain tensors."""
-        args, kwargs = tree_map_only(Deferred, lambda d: d if d.pending else d.value(), (args, kwargs))
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        args, kwargs = settled((args, kwargs))
         nodes = rules.deferred((args, kwargs))
         if not nodes:
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            return self._write(func, args, kwargs)
         if func in rules.LIKE:
-            return func(_stand_in(args[0]), *args[1:], **kwargs)
-        if self.lazy or func in rules.VIEWS:
+            return func(_empty(args[0], args[0].device), *args[1:], **kwargs)
+        if func in rules.VIEWS or (self.lazy and rules.known(func)):
+            args, kwargs = unchanging((args, kwargs))
             outputs = _on_meta(func, args, kwargs)
-            found = rules.local(func, args, kwargs, outputs)
-            if found is not None:
+            found = rules.local(func, args, kwargs, outputs) if self.lazy else rules.uncut(outputs)
+            if found is not None and self._near(nodes):
                 return self._noted(func, args, kwargs, outputs, found)
-        if self.lazy:
-            self.count(str(func))
+        self.count(str(func))
         args, kwargs = resolve((args, kwargs))
         return func(*args, **kwargs)
 
@@ -106,55 +116,71 @@ class Flow:
         """torch.einsum before it becomes products that no longer know their rows."""
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
             operands = tuple(operands[0])
-        operands = tree_map_only(Deferred, lambda d: d if d.pending else d.value(), operands)
-        found = rules.einsum(equation, operands) if self.lazy and rules.deferred(operands) else None
-        if found is None:
-            if self.lazy and rules.deferred(operands):
-                self.count("einsum")
-            return torch.einsum(equation, *resolve(operands))
-        out = torch.einsum(equation, *tree_map(_meta, operands))
-        return self._noted(torch.einsum, operands, {}, out, [found])
+        operands = settled(operands)
+        nodes = rules.deferred(operands)
+        operands = unchanging(operands)
+        found = rules.einsum(equation, operands) if self.lazy and nodes else None
+        if found is not None and self._near(nodes):
+            out = torch.einsum(equation, *tree_map(_meta, operands))
+            return self._noted(torch.einsum, (equation, *operands), {}, out, [found])
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.einsum(equation, *operands)
+
+    def _near(self, nodes: list[Deferred]) -> bool:
+        """Whether what waits behind the operands is short enough to be evaluated in one go."""
+        return self._depth(nodes) <= DEEPEST or max(node._after for node in nodes) <= self.done
+
+    def _depth(self, nodes: list[Deferred]) -> int:
+        return 1 + max(node._depth if node._number >= self._held else 0 for node in nodes)
 
     def _noted(self, func: Any, args: Any, kwargs: Any, outputs: Any, found: list[rules.Rows]) -> Any:
         nodes = rules.deferred((args, kwargs))
         after = max(node._after for node in nodes)
-        device = kwargs.get("device") or nodes[0].device
-        plain = [(t, t._version) for t in rules.plain((args, kwargs)) if guarded(t)]
+        depth = self._depth(nodes)
+        device = torch.device(kwargs.get("device") or nodes[0].device)
+        plain = [(t, version(t)) for t in rules.plain((args, kwargs))]
         many = isinstance(outputs, list | tuple)
         made = []
         for i, (out, rows) in enumerate(zip(outputs if many else [outputs], found, strict=True)):
-            evaluate = _checked(rows.evaluate, plain, str(func)) if self.owner else None
+            evaluate = _checked(rows.evaluate, plain, str(func)) if self.owner and rows.evaluate else None
             view = None
             if func in rules.VIEWS:
                 view = nodes[0], _viewed(func, args, kwargs, i if many else None)
-            made.append(self._new(out, torch.device(device), rows.dim, after, evaluate, view))
+            node = self._new(out, device, rows.dim, after, evaluate, view, depth % (DEEPEST + 1))
+            if depth > DEEPEST and self.owner:
+                node.band(0, node.rows)
+            made.append(node)
         return type(outputs)(made) if many else made[0]
 
     def _new(self, like: Tensor, device: torch.device, row: int, after: int, *more: Any) -> Deferred:
-        node = Deferred(self, like, device, row, after, *more)
+        evaluate, view, depth = more or (None, None, 0)
+        node = Deferred(self, like, device, row, after, evaluate, view, next(self._numbers), depth)
         if self.owner:
-            self._live[next(self._numbers)] = node
+            self._live[node._number] = node
         return node
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that writes. Whatever was computed from the old values is computed first."""
-        self.count(str(func))
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{func}: a deferred tensor keeps its shape; write x = x.{func.overloadpacket}")
+        if self.done < self.calls or any(node.pending for node in rules.deferred((args, kwargs))):
+            self.count(str(func))
         if self.done < self.calls:
             self.run()
-        if self.owner:
-            for node in list(self._live.values()):
-                node.hold()
+        self.hold()
         args, kwargs = resolve((args, kwargs))
         return func(*args, **kwargs)
 
 
-def _checked(evaluate: Evaluate, plain: list[tuple[Tensor, int]], what: str) -> Evaluate:
+def _checked(evaluate: Evaluate, plain: list[tuple[Tensor, int | None]], what: str) -> Evaluate:
     if not plain:
         return evaluate
 
     def checked(lo: int, hi: int) -> Tensor:
-        if any(tensor._version != version for tensor, version in plain):
-            raise StaleError(f"a tensor that {what} was given was changed in place before its deferred result was needed")
+        if any(version(tensor) != seen for tensor, seen in plain):
+            raise StaleError(
+                f"a tensor that {what} was given was changed in place before its deferred result was needed"
+            )
         return evaluate(lo, hi)
 
     return checked
@@ -182,12 +208,12 @@ def _meta(value: Any) -> Any:
     if isinstance(value, Deferred):
         return value._meta
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return _empty(value, "meta")
     return value
 
 
-def _stand_in(node: Deferred) -> Tensor:
-    return torch.empty_strided(node.shape, node.stride(), dtype=node.dtype, device=node.device)
+def _empty(like: Tensor, device: Any) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def _caller() -> str:
