@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ditpar.dataflow import rules
-from ditpar.dataflow.deferred import Deferred, Evaluate, resolve, settled, unchanging, version
+from ditpar.dataflow.deferred import Deferred
+from ditpar.dataflow.node import Evaluate, Node, unchanging, version
 from ditpar.errors import StaleError
 
 _HERE = str(Path(__file__).parent)
@@ -48,18 +49,18 @@ class Flow:
         self.run, self.owner, self.share, self.lazy = run, owner, share, lazy
         self.calls = self.done = 0
         self.forced: Counter[tuple[str, str]] = Counter()
-        self._live: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[int, Node] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._old = self._held = 0
 
     def call(self, like: Tensor, device: torch.device, row: int) -> Deferred:
         """The result of one more transformer call, to be filled when it runs."""
         self.calls += 1
-        return self._new(like, device, row, self.calls)
+        return Deferred(self._new(like, device, row, self.calls))
 
     def waits(self, value: Any) -> bool:
         """Whether the value depends on calls that have not run."""
-        return isinstance(value, Deferred) and value.pending and value._after > self.done
+        return isinstance(value, Deferred) and value.pending and value._node.after > self.done
 
     def ran(self) -> None:
         """All calls so far have run. What has been waiting for longer than a step is evaluated, to end its history."""
@@ -71,19 +72,19 @@ class Flow:
         """Evaluates what is still noted of the values numbered [first, end), as far as the calls that ran allow."""
         if self.owner:
             for node in list(self._live.values()):
-                if first <= node._number < end:
+                if first <= node.number < end:
                     node.hold()
 
-    def whole(self, node: Deferred) -> Tensor:
+    def whole(self, node: Node) -> Tensor:
         """The node's plain value on every rank."""
-        if node._after > self.done:
+        if node.after > self.done:
             self.run()
         value = node.band(0, node.rows) if self.owner else None
         if self.share is not None:
-            value = self.share(value, node.shape, node.dtype, node.device)
+            value = self.share(value, node.shape, node.meta.dtype, node.device)
         assert value is not None
-        if value.stride() != node.stride():
-            value = _empty(node, node.device).copy_(value)
+        if value.stride() != node.meta.stride():
+            value = _empty(node.meta, node.device).copy_(value)
         return value
 
     def count(self, what: str) -> None:
@@ -96,46 +97,52 @@ class Flow:
         """An operation with a Deferred among its arguments: noted, or done on plain tensors."""
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        args, kwargs = settled((args, kwargs))
-        nodes = rules.deferred((args, kwargs))
-        if not nodes:
+        args, kwargs = _current((args, kwargs))
+        if not rules.nodes_in((args, kwargs)):
             return func(*args, **kwargs)
         if func in rules.LIKE:
-            return func(_empty(args[0], args[0].device), *args[1:], **kwargs)
-        if func in rules.VIEWS or (self.lazy and rules.known(func)):
-            args, kwargs = unchanging((args, kwargs))
-            outputs = _on_meta(func, args, kwargs)
-            found = rules.local(func, args, kwargs, outputs) if self.lazy else rules.uncut(outputs)
-            if found is not None and self._near(nodes):
-                return self._noted(func, args, kwargs, outputs, found)
+            return func(_empty(args[0].meta, args[0].device), *args[1:], **kwargs)
+        made = self._note(func, args, kwargs)
+        if made is not None:
+            return made
         self.count(str(func))
-        args, kwargs = resolve((args, kwargs))
+        args, kwargs = _values((args, kwargs))
         return func(*args, **kwargs)
 
     def einsum(self, equation: Any, *operands: Any) -> Any:
         """torch.einsum before it becomes products that no longer know their rows."""
         if len(operands) == 1 and isinstance(operands[0], list | tuple):
             operands = tuple(operands[0])
-        operands = settled(operands)
-        nodes = rules.deferred(operands)
-        operands = unchanging(operands)
-        found = rules.einsum(equation, operands) if self.lazy and nodes else None
+        current = unchanging(_current(operands))
+        nodes = rules.nodes_in(current)
+        found = rules.einsum(equation, current) if self.lazy and nodes else None
         if found is not None and self._near(nodes):
-            out = torch.einsum(equation, *tree_map(_meta, operands))
-            return self._noted(torch.einsum, (equation, *operands), {}, out, [found])
+            out = torch.einsum(equation, *tree_map(_meta, current))
+            return self._noted(torch.einsum, (equation, *current), {}, out, [found])
         with torch._C.DisableTorchFunctionSubclass():
             return torch.einsum(equation, *operands)
 
-    def _near(self, nodes: list[Deferred]) -> bool:
-        """Whether what waits behind the operands is short enough to be evaluated in one go."""
-        return self._depth(nodes) <= DEEPEST or max(node._after for node in nodes) <= self.done
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a row-local operation will give; None for others."""
+        if not (func in rules.VIEWS or (self.lazy and rules.known(func))):
+            return None
+        args, kwargs = unchanging((args, kwargs))
+        outputs = _on_meta(func, args, kwargs)
+        found = rules.local(func, args, kwargs, outputs) if self.lazy else rules.uncut(outputs)
+        if found is None or not self._near(rules.nodes_in((args, kwargs))):
+            return None
+        return self._noted(func, args, kwargs, outputs, found)
 
-    def _depth(self, nodes: list[Deferred]) -> int:
-        return 1 + max(node._depth if node._number >= self._held else 0 for node in nodes)
+    def _near(self, nodes: list[Node]) -> bool:
+        """Whether what waits behind the operands is short enough to be evaluated in one go."""
+        return self._depth(nodes) <= DEEPEST or max(node.after for node in nodes) <= self.done
+
+    def _depth(self, nodes: list[Node]) -> int:
+        return 1 + max(node.depth if node.number >= self._held else 0 for node in nodes)
 
     def _noted(self, func: Any, args: Any, kwargs: Any, outputs: Any, found: list[rules.Rows]) -> Any:
-        nodes = rules.deferred((args, kwargs))
-        after = max(node._after for node in nodes)
+        nodes = rules.nodes_in((args, kwargs))
+        after = max(node.after for node in nodes)
         depth = self._depth(nodes)
         device = torch.device(kwargs.get("device") or nodes[0].device)
         plain = [(t, version(t)) for t in rules.plain((args, kwargs))]
@@ -146,30 +153,58 @@ class Flow:
             view = None
             if func in rules.VIEWS:
                 view = nodes[0], _viewed(func, args, kwargs, i if many else None)
+                nodes[0].viewed = True
             node = self._new(out, device, rows.dim, after, evaluate, view, depth % (DEEPEST + 1))
             if depth > DEEPEST and self.owner:
                 node.band(0, node.rows)
-            made.append(node)
+            made.append(Deferred(node))
         return type(outputs)(made) if many else made[0]
 
-    def _new(self, like: Tensor, device: torch.device, row: int, after: int, *more: Any) -> Deferred:
+    def _new(self, like: Tensor, device: torch.device, row: int, after: int, *more: Any) -> Node:
         evaluate, view, depth = more or (None, None, 0)
-        node = Deferred(self, like, device, row, after, evaluate, view, next(self._numbers), depth)
+        node = Node(self, like, device, row, after, evaluate, view, next(self._numbers), depth)
         if self.owner:
-            self._live[node._number] = node
+            self._live[node.number] = node
         return node
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation that writes. Whatever was computed from the old values is computed first."""
+        """An operation that writes."""
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func}: a deferred tensor keeps its shape; write x = x.{func.overloadpacket}")
-        if self.done < self.calls or any(node.pending for node in rules.deferred((args, kwargs))):
+        current = _current((args, kwargs))
+        if isinstance(args[0], Deferred) and self._rewritten(func, args[0], *current):
+            return args[0]
+        # Whatever was computed from the old values is computed first.
+        if self.done < self.calls or rules.nodes_in(current):
             self.count(str(func))
         if self.done < self.calls:
             self.run()
         self.hold()
-        args, kwargs = resolve((args, kwargs))
+        args, kwargs = _values(current)
         return func(*args, **kwargs)
+
+    def _rewritten(self, func: Any, target: Deferred, args: Any, kwargs: Any) -> bool:
+        """Lets the target stand for a new value, where that is the same: no view of it would have to change too."""
+        node, pure = target._node, rules.functional(func)
+        if pure is None or args[0] is not node or node.viewed or node.view is not None:
+            return False
+        out = _on_meta(pure, args, kwargs)
+        if out.shape != node.shape or out.dtype != node.meta.dtype or out.stride() != node.meta.stride():
+            return False
+        made = self._note(pure, args, kwargs)
+        if made is None:
+            return False
+        target._node = made._node
+        return True
+
+
+def _current(tree: Any) -> Any:
+    """The tree with what each Deferred stands for now: a node, or its value if there is one."""
+    return tree_map_only(Deferred, lambda d: d._node if d.pending else d.value(), tree)
+
+
+def _values(tree: Any) -> Any:
+    return tree_map_only(Node, Node.value, tree)
 
 
 def _checked(evaluate: Evaluate, plain: list[tuple[Tensor, int | None]], what: str) -> Evaluate:
@@ -205,8 +240,8 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    if isinstance(value, Deferred):
-        return value._meta
+    if isinstance(value, Node):
+        return value.meta
     if isinstance(value, Tensor):
         return _empty(value, "meta")
     return value
