@@ -160,8 +160,16 @@ class Flow:
             made.append(Deferred(node))
         return type(outputs)(made) if many else made[0]
 
-    def _new(self, like: Tensor, device: torch.device, row: int, after: int, *more: Any) -> Node:
-        evaluate, view, depth = more or (None, None, 0)
+    def _new(
+        self,
+        like: Tensor,
+        device: torch.device,
+        row: int,
+        after: int,
+        evaluate: Evaluate | None = None,
+        view: tuple[Node, Callable[[Tensor], Tensor]] | None = None,
+        depth: int = 0,
+    ) -> Node:
         node = Node(self, like, device, row, after, evaluate, view, next(self._numbers), depth)
         if self.owner:
             self._live[node.number] = node
