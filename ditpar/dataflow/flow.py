@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ditpar.dataflow import rules
 from ditpar.dataflow.deferred import Deferred
@@ -188,8 +188,12 @@ class Flow:
         if self.done < self.calls:
             self.run()
         self.hold()
+        targets = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
         args, kwargs = _values(current)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(target.value().shape != target.shape for target in targets):
+            raise NotImplementedError(f"{func}: a deferred tensor keeps its shape, but out= needs another")
+        return result
 
     def _rewritten(self, func: Any, target: Deferred, args: Any, kwargs: Any) -> bool:
         """Lets the target stand for a new value, where that is the same: no view of it would have to change too."""

@@ -63,7 +63,7 @@ _ALONG = frozenset(
     }
 )
 """Reductions along given dims. Not sum, mean, softmax: their order of summation depends on how many rows there are."""
-_WITHIN = frozenset({aten.cumsum.default, aten.flip.default})
+_WITHIN = frozenset({aten.cumsum.default})
 """Operations along given dims that keep the shape."""
 UNEVEN = frozenset(
     {
@@ -302,8 +302,7 @@ def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
 
 
 def _dims(func: Any, args: Any, kwargs: Any, ndim: int) -> set[int] | None:
-    name = "dims" if func is aten.flip.default else "dim"
-    dims = _named(func, args, kwargs, name, None)
+    dims = _named(func, args, kwargs, "dim", None)
     if dims is None or dims == []:
         return None
     return {d % ndim for d in ([dims] if isinstance(dims, int) else dims)}
