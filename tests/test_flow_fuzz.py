@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
+from banded import cuts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import LAST, Program, Step, World
+from programs import LAST, Program, Step, World, results, same
 from torch import Tensor
 
 from ditpar.dataflow import rules
-from ditpar.dataflow.flow import DEEPEST, Flow
+from ditpar.dataflow.deferred import Deferred, resolve
 from ditpar.errors import StaleError
 
 STEPS = st.lists(st.tuples(st.integers(0, LAST), *[st.integers(0, 40)] * 3), max_size=24)
@@ -66,3 +68,84 @@ def test_ghosts(steps: list[Step]) -> None:
         assert not sent
     program.check()
     assert not sent and owner.flow.forced == ghost.flow.forced
+
+
+def pointwise() -> list[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    found = [getattr(p, o) for p in packets if hasattr(p, "overloads") for o in p.overloads()]
+    return [f for f in found if rules.is_pointwise(f) and not f._schema.is_mutable]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_pointwise_operations_give_the_same_bits_in_any_bands(dtype: torch.dtype) -> None:
+    """So it is for all that rules.UNEVEN does not name."""
+    random = torch.Generator().manual_seed(0)
+    scalars = {"number": 0.7, "float": 0.7, "int": 2, "bool": False}
+    checked = set()
+    for func in pointwise():
+        for shape, low in (((2, 37, 13), -2.0), ((1, 37, 16), 0.05)):
+            asked = [a for a in func._schema.arguments if not a.kwarg_only]
+            for power in rules.EXACT_POWERS if func.overloadpacket is torch.ops.aten.pow else [None]:
+                args = [
+                    (torch.rand(shape, generator=random) * 2 + low).to(dtype)
+                    if str(a.type) == "Tensor"
+                    else scalars.get(str(a.type), a.default_value)
+                    for a in asked
+                ]
+                if power is not None:
+                    args[-1] = power
+                if not isinstance(args[0], Tensor):
+                    continue
+                try:
+                    whole = func(*args)
+                except (RuntimeError, TypeError):
+                    continue  # for other kinds of operands
+                if isinstance(whole, Tensor) and whole.shape == shape:
+                    checked.add(func.overloadpacket)
+                    assert same(torch.cat([banded_by(func, args, *span) for span in cuts(37)], 1), whole), func
+    assert len(checked) > 80
+
+
+def banded_by(func: Any, args: list[Any], lo: int, hi: int) -> Tensor:
+    return func(*[a.narrow(1, lo, hi - lo) if isinstance(a, Tensor) else a for a in args])
+
+
+def test_histories_of_many_steps_neither_grow_nor_go_deep() -> None:
+    """300 steps, each from the last three outputs, with nothing read until the end."""
+    world = World()
+    want = x = torch.zeros(1, 5, 3)
+    history: deque[Tensor] = deque(maxlen=3)
+    plain: deque[Tensor] = deque(maxlen=3)
+    live = []
+    for k in range(0, 1500, 5):
+        world.call(k)
+        history.append(world.variables.pop() * 0.5)
+        plain.append(torch.zeros_like(want) + results(k) * 0.5)
+        for noise, known in zip(history, plain, strict=True):
+            for _ in range(5):
+                x, want = x + noise, want + known
+        world.run()
+        live.append(len(world.flow._live))
+    assert max(live[10:]) == max(live[4:10]) < 100
+    assert torch.equal(x.value(), want) and not world.flow.forced
+    del history, x
+    gc.collect()
+    assert len(world.flow._live) == 0
+
+
+def test_long_chains() -> None:
+    """A chain that waits for rows is cut off where it would go too deep; one whose rows are there goes on."""
+    world = World()
+    world.call(0)
+    x, want = world.variables[-1], results(0)
+    for _ in range(500):
+        x, want = x + 1, want + 1
+    assert torch.equal(resolve(x), want)
+    assert [count for (what, _), count in world.flow.forced.items() if what == "aten.add.Tensor"] == [1]
+    world.call(5)
+    y, want = world.variables[-1], results(5)
+    world.run()
+    for _ in range(3000):
+        y, want = y + 1, want + 1
+    assert isinstance(y, Deferred) and y.pending
+    assert torch.equal(y.value(), want) and sum(world.flow.forced.values()) == 1

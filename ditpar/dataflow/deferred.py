@@ -68,10 +68,16 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.einsum:
             return _flow(args).einsum(*args)
+        known = tree_map_only(Deferred, lambda d: d if d.pending else d.value(), (args, kwargs))
+        if not any(isinstance(leaf, Deferred) for leaf in tree_leaves(known)):
+            if _writes(func, kwargs):
+                _flow((args, kwargs)).before_write(func.__name__)
+            return func(*known[0], **known[1])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs or {})
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -109,6 +115,14 @@ class Deferred(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Deferred(shape={list(self.shape)}, pending={self.pending})"
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch changes an operand, by the names that such functions have."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") or kwargs.get("out") is not None
 
 
 def _flow(tree: Any) -> Flow:

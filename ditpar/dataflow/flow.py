@@ -68,12 +68,13 @@ class Flow:
         self.hold(0, self._old)
         self._held, self._old = self._old, next(self._numbers)
 
-    def hold(self, first: int = 0, end: float = math.inf) -> None:
-        """Evaluates what is still noted of the values numbered [first, end), as far as the calls that ran allow."""
-        if self.owner:
-            for node in list(self._live.values()):
-                if first <= node.number < end:
-                    node.hold()
+    def hold(self, first: int = 0, end: float = math.inf) -> bool:
+        """Evaluates what is noted of the values numbered [first, end); False if some depend on calls yet to run."""
+        held = True
+        for node in list(self._live.values()):
+            if first <= node.number < end:
+                held &= node.hold()
+        return held
 
     def whole(self, node: Node) -> Tensor:
         """The node's plain value on every rank."""
@@ -106,8 +107,12 @@ class Flow:
         if made is not None:
             return made
         self.count(str(func))
-        args, kwargs = _values((args, kwargs))
-        return func(*args, **kwargs)
+        plain_args, plain_kwargs = _values((args, kwargs))
+        if any(value.alias_info for value in func._schema.returns):
+            # As a plain tensor it would not count its base's versions.
+            outputs = _on_meta(func, args, kwargs)
+            return self._noted(func, args, kwargs, outputs, rules.uncut(outputs), True)
+        return func(*plain_args, **plain_kwargs)
 
     def einsum(self, equation: Any, *operands: Any) -> Any:
         """torch.einsum before it becomes products that no longer know their rows."""
@@ -140,7 +145,9 @@ class Flow:
     def _depth(self, nodes: list[Node]) -> int:
         return 1 + max(node.depth if node.number >= self._held else 0 for node in nodes)
 
-    def _noted(self, func: Any, args: Any, kwargs: Any, outputs: Any, found: list[rules.Rows]) -> Any:
+    def _noted(
+        self, func: Any, args: Any, kwargs: Any, outputs: Any, found: list[rules.Rows], view: bool = False
+    ) -> Any:
         nodes = rules.nodes_in((args, kwargs))
         after = max(node.after for node in nodes)
         depth = self._depth(nodes)
@@ -150,12 +157,12 @@ class Flow:
         made = []
         for i, (out, rows) in enumerate(zip(outputs if many else [outputs], found, strict=True)):
             evaluate = _checked(rows.evaluate, plain, str(func)) if self.owner and rows.evaluate else None
-            view = None
-            if func in rules.VIEWS:
-                view = nodes[0], _viewed(func, args, kwargs, i if many else None)
+            of = None
+            if view or func in rules.VIEWS:
+                of = nodes[0], _viewed(func, args, kwargs, i if many else None)
                 nodes[0].viewed = True
-            node = self._new(out, device, rows.dim, after, evaluate, view, depth % (DEEPEST + 1))
-            if depth > DEEPEST and self.owner:
+            node = self._new(out, device, rows.dim, after, evaluate, of, depth % (DEEPEST + 1))
+            if depth > DEEPEST and evaluate is not None:
                 node.band(0, node.rows)
             made.append(Deferred(node))
         return type(outputs)(made) if many else made[0]
@@ -182,18 +189,21 @@ class Flow:
         current = _current((args, kwargs))
         if isinstance(args[0], Deferred) and self._rewritten(func, args[0], *current):
             return args[0]
-        # Whatever was computed from the old values is computed first.
-        if self.done < self.calls or rules.nodes_in(current):
-            self.count(str(func))
-        if self.done < self.calls:
-            self.run()
-        self.hold()
+        self.before_write(str(func), bool(rules.nodes_in(current)))
         targets = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred)]
         args, kwargs = _values(current)
         result = func(*args, **kwargs)
         if any(target.value().shape != target.shape for target in targets):
             raise NotImplementedError(f"{func}: a deferred tensor keeps its shape, but out= needs another")
         return result
+
+    def before_write(self, what: str, pending: bool = False) -> None:
+        """Whatever was computed from the old values is computed first."""
+        if pending or self.done < self.calls:
+            self.count(what)
+        if self.done < self.calls:
+            self.run()
+        self.hold()
 
     def _rewritten(self, func: Any, target: Deferred, args: Any, kwargs: Any) -> bool:
         """Lets the target stand for a new value, where that is the same: no view of it would have to change too."""

@@ -39,6 +39,7 @@ class Node:
 
     Attributes:
         viewed: whether there may be views of it.
+        root: for a view, the node whose memory it shows.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Node:
         self.flow, self.meta, self.device, self.row, self.after = flow, meta, device, row, after
         self.evaluate, self.view, self.number, self.depth = evaluate, view, number, depth
         self.viewed = False
+        self.root: Node = view[0].root if view is not None else self
         self._bands: dict[tuple[int, int], Tensor] = {}
         self._value: Tensor | None = None
+        self._kept: Tensor | None = None
         self._seen: int | None = None
 
     @property
@@ -108,37 +111,43 @@ class Node:
         return known
 
     def source(self, lo: int, hi: int) -> Tensor:
-        """Rows [lo, hi) for an operation that was noted before the value was known.
+        """Rows [lo, hi) for an operation that was noted before the value was known, and maybe written to."""
+        return self.band(lo, hi) if self.pending else self._original().narrow(self.row, lo, hi - lo)
 
-        Raises StaleError when the value was changed since.
-        """
-        if self.stale:
-            raise StaleError("a deferred value was changed in place before what had been computed from it was needed")
-        return self.band(lo, hi)
+    def _original(self) -> Tensor:
+        if self.view is not None:
+            base, apply = self.view
+            return apply(base._original())
+        return self._kept if self._kept is not None else self.value()
 
     @property
     def stale(self) -> bool:
         """Whether the value was written to since it became known."""
-        return not self.pending and version(self.value()) != self._seen
+        return not self.pending and version(self.root.value()) != self.root._seen
 
     def value(self) -> Tensor:
         """The plain tensor. Runs the pending work if need be; every rank of the request must then ask for it."""
         if self._value is None:
             if self.view is not None:
                 base, apply = self.view
-                self._value, self._seen = apply(base.value()), base._seen
+                whole = base.value()
+                # Inside a dispatch, torch leaves out what makes a view count its base's versions.
+                with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                    self._value = apply(whole)
             else:
                 self._value = self.flow.whole(self)
                 self._seen = version(self._value)
-                self.flow.hold(self.number)
-            self.evaluate, self.view, self._bands = None, None, {}
+                if not self.flow.hold(self.number):
+                    self._kept = self._value.clone()
+            self.evaluate, self._bands = None, {}
         return self._value
 
-    def hold(self) -> None:
-        """Evaluates all rows on this rank, so that later writes to what they came from do no harm."""
+    def hold(self) -> bool:
+        """Evaluates all rows on this rank, so that later writes to what they came from do no harm; whether it could."""
         if self.pending and self.view is None and self.evaluate is not None:
             with suppress(NotReady, StaleError):
                 self.band(0, self.rows)
+        return not self.pending or self.view is not None or self.evaluate is None
 
     def _covers(self, lo: int, hi: int) -> list[tuple[tuple[int, int], int, int]] | None:
         """Known bands, and the rows of each, that make up [lo, hi); None when some are missing."""

@@ -74,7 +74,7 @@ UNEVEN = frozenset(
 )
 """Pointwise operations whose last bit depends on where in memory an element lies: torch computes the end of a run of
 elements, too short for a vector, by another formula."""
-_EXACT_POWERS = (0, 1, 2, 3, 0.5, -1, -2)
+EXACT_POWERS = (0, 1, 2, 3, 0.5, -1, -2)
 
 
 def nodes_in(tree: Any) -> list[Node]:
@@ -162,7 +162,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any, out: Any) -> Rows | None:
 
 
 def _exact_power(args: Any) -> bool:
-    return isinstance(args[0], Tensor) and args[1] in _EXACT_POWERS if not isinstance(args[1], Tensor) else False
+    return isinstance(args[0], Tensor) and args[1] in EXACT_POWERS if not isinstance(args[1], Tensor) else False
 
 
 def _joined(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
