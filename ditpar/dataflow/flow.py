@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import weakref
 from collections import Counter
@@ -51,7 +50,7 @@ class Flow:
         self.forced: Counter[tuple[str, str]] = Counter()
         self._live: weakref.WeakValueDictionary[int, Node] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._old = self._held = 0
+        self._held = 0
 
     def call(self, like: Tensor, device: torch.device, row: int) -> Deferred:
         """The result of one more transformer call, to be filled when it runs."""
@@ -63,16 +62,16 @@ class Flow:
         return isinstance(value, Deferred) and value.pending and value._node.after > self.done
 
     def ran(self) -> None:
-        """All calls so far have run. What has been waiting for longer than a step is evaluated, to end its history."""
+        """All calls so far have run. What has been noted is evaluated, so that histories do not chain for ever."""
         self.done = self.calls
-        self.hold(0, self._old)
-        self._held, self._old = self._old, next(self._numbers)
+        self.hold()
+        self._held = next(self._numbers)
 
-    def hold(self, first: int = 0, end: float = math.inf) -> bool:
-        """Evaluates what is noted of the values numbered [first, end); False if some depend on calls yet to run."""
+    def hold(self, first: int = 0) -> bool:
+        """Evaluates what is noted of the values numbered `first` and up; False if some depend on calls yet to run."""
         held = True
         for node in list(self._live.values()):
-            if first <= node.number < end:
+            if first <= node.number:
                 held &= node.hold()
         return held
 

@@ -39,7 +39,6 @@ class Node:
 
     Attributes:
         viewed: whether there may be views of it.
-        root: for a view, the node whose memory it shows.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Node:
         self.flow, self.meta, self.device, self.row, self.after = flow, meta, device, row, after
         self.evaluate, self.view, self.number, self.depth = evaluate, view, number, depth
         self.viewed = False
-        self.root: Node = view[0].root if view is not None else self
         self._bands: dict[tuple[int, int], Tensor] = {}
         self._value: Tensor | None = None
         self._kept: Tensor | None = None
@@ -74,6 +72,11 @@ class Node:
     @property
     def rows(self) -> int:
         return self.meta.shape[self.row]
+
+    @property
+    def root(self) -> Node:
+        """For a view, the node whose memory it shows."""
+        return self if self.view is None else self.view[0].root
 
     @property
     def pending(self) -> bool:

@@ -143,7 +143,7 @@ def _cut(value: Any, dim: int, rows: int, lo: int, hi: int) -> Any:
 
 
 def _pointwise(func: Any, args: Any, kwargs: Any, out: Any) -> Rows | None:
-    if not isinstance(out, Tensor) or (func.overloadpacket is aten.pow and not _exact_power(args)):
+    if not isinstance(out, Tensor) or not exact(func, args, kwargs):
         return None
     place = _common(nodes_in((args, kwargs)), out.ndim)
     if place is None or out.shape[place[0]] != place[1]:
@@ -161,8 +161,11 @@ def _pointwise(func: Any, args: Any, kwargs: Any, out: Any) -> Rows | None:
     return Rows(dim, evaluate)
 
 
-def _exact_power(args: Any) -> bool:
-    return isinstance(args[0], Tensor) and args[1] in EXACT_POWERS if not isinstance(args[1], Tensor) else False
+def exact(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a pointwise operation gives the same bits wherever an element lies, with these scalars."""
+    if func.overloadpacket is aten.pow:
+        return not isinstance(args[0], int | float) and isinstance(args[1], int | float) and args[1] in EXACT_POWERS
+    return _named(func, args, kwargs, "alpha", 1) in (1, -1)  # multiplied and added in one rounding or in two
 
 
 def _joined(func: Any, args: Any, kwargs: Any, out: Any) -> list[Rows] | None:
