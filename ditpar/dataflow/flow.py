@@ -184,7 +184,10 @@ class Flow:
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation that writes."""
         if torch.Tag.inplace_view in func.tags:
-            raise NotImplementedError(f"{func}: a deferred tensor keeps its shape; write x = x.{func.overloadpacket}")
+            name = func.overloadpacket.__name__
+            raise NotImplementedError(
+                f"a deferred tensor keeps its shape: write x = x.{name.rstrip('_')}(...), not x.{name}(...)"
+            )
         current = _current((args, kwargs))
         if isinstance(args[0], Deferred) and self._rewritten(func, args[0], *current):
             return args[0]

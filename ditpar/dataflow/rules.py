@@ -97,7 +97,7 @@ def is_pointwise(func: Any) -> bool:
         torch.Tag.pointwise in tags
         and torch.Tag.nondeterministic_seeded not in tags
         and func.overloadpacket.__name__ not in UNEVEN
-        and not any(value.alias_info for value in schema.returns)
+        and all(str(value.type) == "Tensor" and not value.alias_info for value in schema.returns)
     )
 
 
