@@ -255,3 +255,75 @@ def test_shapes_alone_need_no_values(calls: Calls, value: Tensor) -> None:
     assert torch.randn_like(deferred).shape == deferred.new_empty(2, 6, 2).shape == value.shape
     assert torch.equal(torch.full_like(deferred, 3, dtype=torch.int64), torch.full_like(value, 3, dtype=torch.int64))
     assert len(deferred) == 2 and deferred.is_contiguous() and calls.runs == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, view: x.add_(1),
+        lambda x, view: view.add_(1),
+        lambda x, view: x.__setitem__(0, 1.0),
+        lambda x, view: torch.mul(x, 2, out=x),
+    ],
+)
+def test_writes_to_a_known_value_come_after_what_was_noted_with_it(calls: Calls, value: Tensor, write: Any) -> None:
+    deferred = calls.call(value)
+    view = deferred[:, ::2]  # crosses rows
+    made = calls.call(value * 10) + deferred
+    write(deferred, view)
+    assert torch.equal(resolve(made), value * 11) and not torch.equal(resolve(deferred), value)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside a dispatch"])
+def test_plain_views_count_the_versions_of_a_known_value(calls: Calls, value: Tensor, inside: bool) -> None:
+    deferred = calls.call(value)
+    view = deferred[:, ::2]
+    later = calls.call(value * 10)
+    if inside:
+        _ = later[:, ::2] + view
+    later = calls.call(value * 10)
+    made = later + deferred
+    if not inside:
+        view = deferred
+    view[0].add_(1)  # on a plain tensor
+    with pytest.raises(StaleError):
+        made.value()
+
+
+def test_a_write_to_an_operand_when_all_calls_have_run(calls: Calls, value: Tensor) -> None:
+    deferred, other = calls.call(value), value.clone()
+    calls.run()
+    made = deferred + other
+    other.copy_(deferred * 3)
+    assert torch.equal(resolve(made), value * 2)
+
+
+def test_the_value_has_the_promised_strides(calls: Calls, value: Tensor) -> None:
+    deferred = calls.call(value)
+    flat = deferred.view(2, -1)
+    deferred.fill(0, 6, value.transpose(0, 2).contiguous().transpose(0, 2))
+    calls.flow.ran()
+    assert resolve(deferred).stride() == value.stride() and torch.equal(resolve(flat), value.view(2, -1))
+
+
+def test_bands_of_one_row_keep_their_row(calls: Calls, value: Tensor) -> None:
+    value = value[:1, :, :1].clone()
+    deferred = calls.call(value)
+    made = [deferred.squeeze(), deferred.squeeze((1, 2)), deferred.squeeze(1), deferred.unbind(0)[0]]
+    deferred.fill(0, 6, value)
+    assert [list(m.band(2, 3).shape) for m in made] == [[1], [1, 1], [1, 1, 1], [1, 1]]
+    assert [m.row for m in made] == [0, 1, 1, 0]
+
+
+def test_bands_have_the_promoted_dtype(calls: Calls, value: Tensor) -> None:
+    deferred = calls.call(value)
+    made = torch.cat([deferred, value.double()], dim=1)
+    deferred.fill(0, 6, value)
+    assert made.dtype == made.band(0, 2).dtype == torch.float64
+
+
+def test_rows_that_do_not_match_are_not_cut(calls: Calls, value: Tensor) -> None:
+    one, six = calls.call(value[:, :1]), calls.call(value)
+    assert torch.equal(resolve(one + six), value[:, :1] + value)
+    square = calls.call(value[:, :2])
+    assert torch.equal(resolve(square - square.mT), value[:, :2] - value[:, :2].mT)
