@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ditpar.dataflow.deferred import Captured, Deferred, NotReady, resolve
 from ditpar.dataflow.flow import Flow
+from ditpar.dataflow.node import version
 from ditpar.errors import PlanError
 from ditpar.family import Family
 from ditpar.mesh import Mesh
@@ -120,7 +121,7 @@ class Calls:
         self.flow = Flow(self.run, owner=self.last, share=self._share if many else None, lazy=many)
         self.waiting: list[Call] = []
         self._slots: dict[Any, Slot] = {}
-        self._input: Tensor | None = None
+        self._input: tuple[Any, int | None] | None = None
         self._tick = self._made = 0
         self._bands: list[Span] = []
         self._stages: list[Stage] = []
@@ -133,7 +134,9 @@ class Calls:
         def wrapped(arguments: Arguments) -> Tensor:
             given: Tensor = arguments["hidden_states"]
             rest = resolve({k: v for k, v in arguments.items() if k != "hidden_states"})
-            hidden = given.value() if isinstance(given, Deferred) and not given.pending else given
+            hidden = given
+            if isinstance(given, Deferred):  # which may stand for something else later on
+                hidden = Deferred(given._node) if given.pending else given.value()
             call = self._call(name, transformer, stage, root, given, hidden, rest)
             if self.flow.waits(hidden):
                 call.fed = tuple(unit.rows for unit in call.units)
@@ -161,9 +164,10 @@ class Calls:
     ) -> Call:
         dim = self.family.embed.dim
         rows = hidden.shape[dim]
-        again = given is self._input
+        source = (given._node, None) if isinstance(given, Deferred) else (given, version(given))
+        again = self._input is not None and source[0] is self._input[0] and source[1] == self._input[1]
         if not again:
-            self._input, self._tick = given, self._tick + (self._input is not None)
+            self._input, self._tick = source, self._tick + (self._input is not None)
         slot, cold = self._slot(name, hidden, rest)
         plan = self.mesh.plan
         kind = Kind.SYNC if stage is None or cold or self._tick < plan.warmup else Kind.PATCH
