@@ -40,7 +40,7 @@ bench: $(VENV)/dev
 	$(BIN)/python benchmarks/overhead.py
 
 docs: $(VENV)/dev
-	DITPAR_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_parity.py
+	DITPAR_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_parity.py tests/test_schedulers.py
 
 clean:
 	rm -rf $(VENV) build out *.egg-info

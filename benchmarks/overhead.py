@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,7 @@ class Cell:
     processes: str
     guided: bool = False
     plan: str | None = None
+    how: str = ""
 
 
 CELLS = (
@@ -57,10 +59,13 @@ def chosen(methods: list[str]) -> list[Cell]:
     return [c for c in CELLS if not (c.plan or c.processes.startswith("peer")) or c.name.startswith(tuple(methods))]
 
 
+Answer = tuple[float, np.ndarray, Any]
+
+
 class Processes:
     """The worlds by name; `first` is rank 0 of `world` by itself."""
 
-    def __init__(self, folder: Path, cells: list[Cell]) -> None:
+    def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
         self.faults: dict[str, str] = {}
         self._all: list[Any] = []
         self._spawn = multiprocessing.get_context("spawn")
@@ -89,7 +94,7 @@ class Processes:
             lines.append(ours)
         return lines
 
-    def _answers(self, name: str, lines: list[Connection]) -> list[tuple[float, np.ndarray]]:
+    def _answers(self, name: str, lines: list[Connection]) -> list[Answer]:
         answers = []
         for line in lines:
             try:
@@ -104,13 +109,13 @@ class Processes:
             answers.append(answer)
         return answers
 
-    def run(self, cell: Cell, load: Load) -> tuple[float, np.ndarray] | None:
-        """Seconds of the slowest rank, and its result; None when a peer cannot run."""
+    def run(self, cell: Cell, load: Load) -> Answer | None:
+        """Seconds of the slowest rank, its result, and the events of a trace; None when a peer cannot run."""
         if cell.processes in self.faults:
             return None
         lines = self._lines[cell.processes]
         for line in lines:
-            line.send((load, cell.guided, cell.plan))
+            line.send((load, cell.guided, cell.plan, cell.how))
         answers = self._answers(cell.processes, lines)
         return max(answers, key=lambda answer: answer[0]) if answers else None
 

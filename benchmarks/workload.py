@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 TEXT_TOKENS = 128
 TEXT_WIDTH = 256
+TRACED, TEXT_EACH = "traced", "text each"
+"""Ways to run a plan: with a trace; with the text in every band of a stage pipeline."""
 ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
@@ -84,7 +86,7 @@ def request(load: Load, guided: bool) -> dict[str, Any]:
 
 
 def serve(line: Connection, rank: int, store: str, threads: int, peer: str | None) -> None:
-    """One process: runs the cells that come over the line, each answered by (seconds, latents) or a traceback.
+    """One process: runs the cells that come over the line, each answered by (seconds, latents, events) or a traceback.
 
     Args:
         store: file where the two ranks of a world meet; empty for a process of its own.
@@ -94,6 +96,13 @@ def serve(line: Connection, rank: int, store: str, threads: int, peer: str | Non
     import torch.distributed as dist
 
     import ditpar
+    from ditpar.methods import calls
+
+    units = calls.units
+
+    def every_unit_leads(*args: Any) -> tuple[Any, ...]:
+        """What PipeFusion is elsewhere: the text is computed anew with each band."""
+        return tuple(replace(unit, lead=True) for unit in units(*args))
 
     torch.set_num_threads(threads)
     try:
@@ -102,18 +111,21 @@ def serve(line: Connection, rank: int, store: str, threads: int, peer: str | Non
         pipe = pipeline()
         if peer:
             _enable_peer(pipe, peer)
-        line.send((0.0, None))  # ready
+        line.send((0.0, None, None))  # ready
         while cell := line.recv():
-            load, guided, plan = cell
+            load, guided, plan, how = cell
             call = request(load, guided)
             if plan:
                 ditpar.parallelize(pipe, plan)
+                pipe._ditpar.traces = how == TRACED
+            calls.units = units if how != TEXT_EACH else every_unit_leads
             began = time.perf_counter()
             latents = pipe(**call).images
             seconds = time.perf_counter() - began
+            events = pipe._ditpar.events if how == TRACED else None
             if plan:
                 ditpar.restore(pipe)
-            line.send((seconds, latents.numpy()))
+            line.send((seconds, latents.numpy(), events))
         if store:
             dist.destroy_process_group()
     except EOFError:
