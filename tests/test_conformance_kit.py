@@ -18,7 +18,7 @@ from ditpar.conformance.report import Report, Result
 from ditpar.conformance.subject import Subject
 from ditpar.conformance.variants import variants
 from ditpar.errors import ModelError
-from ditpar.family import Family, Guidance, Slice, families
+from ditpar.family import Embed, Family, Guidance, Slice, families
 
 FAMILIES = families()
 
@@ -133,6 +133,26 @@ LIES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("slices", "wan", "token times", {"slices": _without("wan", "condition_embedder", 0)}),
     ("slices", "wan", "token times", {"slices": _without("wan", "condition_embedder", 1)}),
     ("slices", "wan", "plain", {"slices": (*_F["wan"].slices, Slice("positions", 0, 0, "image"))}),
+    ("layers_keys", "flux", "plain", {"layers_keys": ("num_layers",)}),
+    ("layers_keys", "wan", "plain", {"layers_keys": ("depth",)}),
+    ("embed", "flux", "plain", {"embed": Embed("context_embedder", 1)}),
+    ("embed", "flux", "plain", {"embed": Embed("x_embedder", 2)}),
+    ("embed", "sd3", "plain", {"embed": Embed("pos_embed", 2)}),
+    ("embed", "pixart", "plain", {"embed": Embed("pos_embed.proj", 1)}),
+    ("embed", "wan", "plain", {"embed": Embed("patch_embedding", 1)}),
+    ("embed", "qwenimage", "plain", {"embed": Embed("txt_in", 1)}),
+    ("once", "flux", "plain", {"per_step": ("x_embedder",)}),
+    ("once", "flux", "plain", {"per_step": ("transformer_blocks.*.ff",)}),
+    ("once", "flux", "plain", {"per_request": ("time_text_embed",)}),
+    ("once", "sd3", "plain", {"per_step": ("blocks.*.norm1.linear",)}),
+    ("once", "pixart", "plain", {"per_request": ("transformer_blocks.*.attn2.to_q",)}),
+    ("once", "pixart", "plain", {"per_request": ("adaln_single",)}),
+    ("once", "qwenimage", "plain", {"per_step": ("text_embedding",)}),
+    ("once", "wan", "plain", {"per_request": ("condition_embedder",)}),
+    ("text", "flux", "plain", {"text": ("ff",)}),
+    ("text", "sd3", "plain", {"text": ("attn.to_q",)}),
+    ("text", "qwenimage", "plain", {"text": ("txt_norm3",)}),
+    ("text", "qwenimage", "plain", {"not_empty": ("apply_rotary",)}),
     ("heads_key", "flux", "plain", {"heads_key": "attention_head_dim"}),
     ("heads_key", "wan", "plain", {"heads_key": "num_heads"}),
     ("processors", "flux", "plain", {"processors": ("JointAttnProcessor2_0",)}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ditpar.conformance import claims_attention, claims_calls, claims_rows, claims_structure
+from ditpar.conformance import claims_attention, claims_calls, claims_rows, claims_structure, claims_units
 from ditpar.conformance.report import FalseClaim, NoClaim, Report, Result, Status
 from ditpar.conformance.subject import Subject
 from ditpar.conformance.variants import variants
@@ -44,6 +44,10 @@ CLAIMS = (
     Claim("heads_key", claims_attention.heads, ("sites",)),
     Claim("processors", claims_attention.processors, ("sites",)),
     Claim("masks", claims_calls.masks, ("arguments", "sites")),
+    Claim("layers_keys", claims_units.layers, ("blocks",)),
+    Claim("embed", claims_units.embed, ("output",)),
+    Claim("once", claims_units.once, ("blocks",)),
+    Claim("text", claims_units.text, ("joint",)),
     Claim("paths", claims_attention.paths, ("sites",)),
 )
 """In the order of proof."""
