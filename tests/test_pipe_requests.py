@@ -15,7 +15,7 @@ from world import Worlds
 
 import ditpar
 from ditpar.conformance import tiny
-from ditpar.errors import PlanError
+from ditpar.errors import PlanError, RequestError
 from ditpar.family import families
 from ditpar.stage.program import Kind
 
@@ -107,6 +107,20 @@ def test_callbacks(family: Any, extra: Any, logged: int, plan: str, worlds: Worl
 def test_a_callback_that_asks_for_no_tensors_does_not_drain_the_pipeline(worlds: Worlds) -> None:
     for found in worlds(2).run(requested, FLUX, PLAN, counts, steps=5, size=(64, 64)):
         assert found["logged"] == 5 and not found["forced"]
+
+
+def edits_unasked() -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
+    callback = {"callback_on_step_end": lambda *_: {"latents": 1}, "callback_on_step_end_tensor_inputs": []}
+    try:
+        run(pipe, {**tiny.inputs(FLUX, pipe, size=(64, 64)), **callback})
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+def test_such_a_callback_can_edit_nothing(worlds: Worlds) -> None:
+    assert all("tensor_inputs is empty" in message for message in worlds(2).run(edits_unasked))
 
 
 def cutoff(pipe: Any, log: list[Any]) -> dict[str, Any]:

@@ -85,6 +85,24 @@ class Interrupts:
         return bool(flag)
 
 
+def watching_callback(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A step callback that asked for no tensors: ranks need not meet for it, so it cannot edit any either.
+
+    Raises RequestError when it does.
+    """
+
+    def wrapped(*args: Any) -> dict[str, Any]:
+        result = callback(*args)
+        if result:
+            raise RequestError(
+                f"callback_on_step_end returned {', '.join(result)} but callback_on_step_end_tensor_inputs is empty; "
+                "name the tensors there that it edits"
+            )
+        return {}
+
+    return wrapped
+
+
 def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[..., Any]:
     """The caller's step callback; what it returns or edits on rank 0 holds on all ranks."""
 

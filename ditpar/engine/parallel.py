@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import psutil
@@ -14,7 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ditpar.dataflow.deferred import resolve
-from ditpar.engine.agree import Interrupts, agree_on_arguments, agree_on_random_state, agreed_callback, plain_callback
+from ditpar.engine.agree import (
+    Interrupts,
+    agree_on_arguments,
+    agree_on_random_state,
+    agreed_callback,
+    plain_callback,
+    watching_callback,
+)
 from ditpar.engine.bind import Binding
 from ditpar.engine.components import drop_weights, fetch_weights, once_modules, share_components
 from ditpar.engine.partial import complete
@@ -82,16 +90,19 @@ class Engine:
             if world.size > 1:
                 agree_on_arguments(world, call)
                 agree_on_random_state(world, call.get("generator"))
-                callback = call.get("callback_on_step_end")
+                callback, watches = call.get("callback_on_step_end"), False
                 if callback is not None:
                     # Stock code asks a PipelineCallback object for its tensors, and so must we, since we wrap it.
                     if hasattr(callback, "tensor_inputs"):
                         bound.arguments["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
-                    bound.arguments["callback_on_step_end"] = agreed_callback(world, callback)
+                    inputs = bound.arguments.get("callback_on_step_end_tensor_inputs")
+                    watches = self.plan.pipe > 1 and inputs is not None and len(inputs) == 0
+                    wrap = watching_callback if watches else partial(agreed_callback, world)
+                    bound.arguments["callback_on_step_end"] = wrap(callback)
                 if call.get("callback") is not None:
                     bound.arguments["callback"] = plain_callback(call["callback"])
-                # Callbacks make ranks meet at each step in any case. Without them a stage pipeline is never drained.
-                self.interrupts = Interrupts(world, 2 if self.plan.pipe > 1 and callback is None else 0)
+                # Callbacks make ranks meet at each step in any case. Else a stage pipeline is never drained.
+                self.interrupts = Interrupts(world, 2 if self.plan.pipe > 1 and (callback is None or watches) else 0)
             with self._traced(), self.calls.request() if self.calls else nullcontext():
                 self._apply(changes, pipe)
                 result = resolve(self.stock.__call__(*bound.args, **bound.kwargs))
