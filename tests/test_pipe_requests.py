@@ -11,6 +11,7 @@ import pytest
 import torch
 from naive import Naive
 from parity import distance
+from test_conventions import Ticks
 from world import Worlds
 
 import ditpar
@@ -273,7 +274,7 @@ def from_another_thread() -> tuple[int, float]:
     call = tiny.inputs(FLUX, pipe, steps=60, size=(64, 64))
     want = run(pipe, {**call, "num_inference_steps": 4})
     steps: list[float] = []
-    pipe._ditpar.on_step = lambda: steps.append(time.monotonic())
+    pipe.progress_bar = lambda total: Ticks(lambda: steps.append(time.monotonic()))
 
     def stop() -> None:
         while len(steps) < 5:
@@ -285,6 +286,7 @@ def from_another_thread() -> tuple[int, float]:
         thread.start()
     run(pipe, call)
     count = len(steps)
+    del pipe.progress_bar
     return count, distance(run(pipe, {**call, "num_inference_steps": 4}), want)
 
 

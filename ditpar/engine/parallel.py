@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,7 +45,6 @@ class Engine:
         calls: the transformer calls that wait for one another, under a plan with cfg or pipe.
         serves: the thread whose request is running.
         traces: whether requests are to be traced; `events` then has those of all ranks, of the last request.
-        on_step: called after each denoising step, on every rank, by whoever watches over them.
     """
 
     def __init__(self, pipe: Any, plan: Plan, family: Family, stock: type) -> None:
@@ -60,7 +59,6 @@ class Engine:
         self.traces = False
         self.events: list[list[Event]] = []
         self.interrupts = Interrupts(self.mesh.world, 0)
-        self.on_step: Callable[[], None] | None = None
 
     @property
     def forced(self) -> Mapping[tuple[str, str], int]:
@@ -157,14 +155,6 @@ def _private_class(stock: type) -> type:
         engine: Engine = self._ditpar
         if engine.rank > 0:
             bar.disable = True
-        if engine.on_step is not None:
-            update, on_step = bar.update, engine.on_step
-
-            def stepped(*args: Any, **kwargs: Any) -> Any:
-                on_step()
-                return update(*args, **kwargs)
-
-            bar.update = stepped
         return bar
 
     def device(self: Any) -> torch.device:
