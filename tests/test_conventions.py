@@ -286,6 +286,9 @@ def refused(kind: str) -> str:
             pipe.transformer.compile()
         elif kind == "cache":
             pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+        elif kind == "hook":
+            config = diffusers.FirstBlockCacheConfig(threshold=0.1)
+            diffusers.hooks.apply_first_block_cache(pipe.transformer, config)
         elif kind == "processor":
 
             class Mine(type(pipe.transformer.transformer_blocks[0].attn.processor)):
@@ -313,6 +316,7 @@ def refused(kind: str) -> str:
         ("compiled before", "compile_repeated_blocks"),
         ("compiled after", "compile_repeated_blocks"),
         ("cache", "disable_cache"),
+        ("hook", "the stateful hook FBCHeadBlockHook"),
         ("processor", "transformer_blocks.1.attn has attention processor Mine"),
         ("adapter tensors", "joint_attention_kwargs"),
         ("backend", "attention backend sage"),

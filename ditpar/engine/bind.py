@@ -61,10 +61,15 @@ class Binding:
                 f"{name} is compiled as a whole, which cannot be combined with plan {plan}; "
                 f"use {name}.compile_repeated_blocks() instead"
             )
-        if getattr(transformer, "is_cache_enabled", False):
+        if getattr(transformer, "is_cache_enabled", False) or (hook := _stateful_hook(transformer)):
+            what = (
+                "a step cache enabled"
+                if getattr(transformer, "is_cache_enabled", False)
+                else f"the stateful hook {hook}"
+            )
             raise PlanError(
-                f"{name} has a step cache enabled, whose decisions may differ between ranks; call {name}.disable_cache() "
-                "or use plan single"
+                f"{name} has {what}, whose decisions may differ between ranks; call {name}.disable_cache(), remove the "
+                "hook, or use plan single"
             )
         if getattr(transformer, "_parallel_config", None) is not None:
             raise PlanError(f"{name} already runs diffusers' own enable_parallelism; load it again to use plan {plan}")
@@ -194,6 +199,16 @@ def _banded(stage: Stage, root: Root) -> Root:
         return out.narrow(stage.family.embed.dim, lo, hi - lo).contiguous()
 
     return wrapped
+
+
+def _stateful_hook(transformer: nn.Module) -> str:
+    """A hook of diffusers that keeps something from call to call, as step caches do; empty when there is none."""
+    for module in transformer.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if getattr(hook, "_is_stateful", False):
+                return type(hook).__name__
+    return ""
 
 
 def offloaded(transformer: nn.Module) -> str:
