@@ -96,7 +96,8 @@ def test_a_data_plan_makes_its_images_in_one_call_and_repeats_them(run: Run) -> 
         (("x", "--true-cfg", "-2"), 3, "true_cfg=-2"),
         (("x", "--set", "made_up=1"), 3, "made_up"),
         (("x", "--set", "height=64"), 3, "height has a field of its own"),
-        (("x", "--plan", "pipe=2"), 3, "not built yet"),
+        (("x", "--plan", "tensor=2"), 3, "not built yet"),
+        (("x", "--plan", "pipe=2,warmup=0"), 3, "warmup=0 must be a whole number of at least 1"),
         (("x", "--plan", "cfg"), 3, "cfg"),
         (("x", "--plan", "ulysses=8"), 3, "4 attention heads"),
         (("x", "--plan", "cfg=2", "--ranks", "3"), 3, "needs 2 ranks but there are 3"),
@@ -255,3 +256,12 @@ def test_conform_and_help(run: Run) -> None:
     assert code == 0 and all(name in out for name in ("generate", "show", "doctor", "selftest", "conform"))
     assert run("--version")[1].strip() == "0.1.0"
     assert run("--show-completion")[0] in (0, 1)  # it asks for the shell, which a test has none of
+
+
+def test_a_trace_of_two_stages(run: Run) -> None:
+    options = ("--plan", "pipe=2", "--steps", "4", "--size", "64x64", "--seed", "3", "--trace", "t.json")
+    code, out, err = run("generate", "red apple", *options)
+    assert code == 0 and Path(out.strip()).exists(), err
+    code, out, _ = run("trace", "t.json", "--json")
+    ranks = json.loads(out)["ranks"]
+    assert code == 0 and len(ranks) == 2 and all(0 < rank["busy"] <= 1 for rank in ranks)

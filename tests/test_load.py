@@ -280,7 +280,7 @@ def test_auto_plans_each_call() -> None:
     ("kwargs", "error", "words"),
     [
         ({"plan": "cfg=2", "ranks": 3}, PlanError, "needs 2 ranks but there are 3"),
-        ({"plan": "pipe=2"}, PlanError, "not built yet"),
+        ({"plan": "tensor=2"}, PlanError, "not built yet"),
         ({"plan": "ulysses=8"}, PlanError, "4 attention heads"),
         ({"ranks": 0}, PlanError, "ranks=0"),
         ({"plan": "sideways=2"}, PlanError, "sideways"),
