@@ -69,6 +69,8 @@ def run(options: Options, as_json: bool) -> None:
     )
     calls = _calls(options, request, plan, source)
     _check_out(options.out)
+    if options.trace is not None and (options.trace.is_dir() or not options.trace.absolute().parent.is_dir()):
+        raise RequestError(f"--trace {options.trace}: must be a file in a folder that exists")
     many = sum(len(indices) for _, indices in calls) > 1
     console = Console(stderr=True)
     begun = time.monotonic()

@@ -97,6 +97,7 @@ def test_a_data_plan_makes_its_images_in_one_call_and_repeats_them(run: Run) -> 
         (("x", "--set", "made_up=1"), 3, "made_up"),
         (("x", "--set", "height=64"), 3, "height has a field of its own"),
         (("x", "--plan", "tensor=2"), 3, "not built yet"),
+        (("x", "--trace", "no/such/folder/t.json"), 3, "must be a file in a folder that exists"),
         (("x", "--plan", "pipe=2,warmup=0"), 3, "warmup=0 must be a whole number of at least 1"),
         (("x", "--plan", "cfg"), 3, "cfg"),
         (("x", "--plan", "ulysses=8"), 3, "4 attention heads"),

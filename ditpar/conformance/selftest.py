@@ -17,10 +17,10 @@ HALF = 5e-2
 
 
 def plans(world: int) -> list[str]:
-    """The plans that `world` ranks can run."""
-    found = [f"ulysses={world}", f"ring={world}", "cfg=2", "data=2"] if world >= 2 else ["single"]
+    """The plans that `world` ranks can run; those with stages run every step whole, as only that is exact."""
+    found = [f"ulysses={world}", f"ring={world}", "cfg=2", "data=2", "pipe=2,warmup=99"] if world >= 2 else ["single"]
     if world >= 4:
-        found += ["ring=2,ulysses=2", "cfg=2,ulysses=2"]
+        found += ["ring=2,ulysses=2", "cfg=2,ulysses=2", "cfg=2,pipe=2,warmup=99", "pipe=2,ulysses=2,warmup=99"]
     return [plan for plan in found if Plan.parse(plan).world == world]
 
 
