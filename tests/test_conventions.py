@@ -114,47 +114,6 @@ def test_an_interrupt_on_any_rank_stops_all_at_the_same_step(rank: int, worlds: 
         assert steps == 2 and error <= EXACT
 
 
-class Ticks:
-    """In the place of a progress bar, whose steps it tells."""
-
-    def __init__(self, tick: Any) -> None:
-        self.tick = tick
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def update(self, n: int = 1) -> None:
-        self.tick()
-
-
-def interrupted_while_ranks_agree() -> int:
-    """Rank 0 is told to stop just after all have agreed to go on."""
-    pipe = ditpar.parallelize(tiny.build(FLUX), "cfg=2")
-    world, steps = pipe._ditpar.mesh.world, []
-    ask = world.max_later
-
-    def late(value: int) -> Any:
-        asked = ask(value)
-        if dist.get_rank() == 0 and steps:
-            pipe._interrupt = True
-        return asked
-
-    world.max_later = late
-    pipe.progress_bar = lambda total: Ticks(lambda: steps.append(1))
-    try:
-        pipe(**tiny.inputs(FLUX, pipe, steps=5))
-    finally:
-        del world.max_later
-    return len(steps)
-
-
-def test_an_interrupt_that_comes_between_waits_for_the_next_step(worlds: Worlds) -> None:
-    assert worlds(2).run(interrupted_while_ranks_agree) == [2, 2]
-
-
 def random_state() -> None:
     rank = dist.get_rank()
     pipe = tiny.build(FLUX)

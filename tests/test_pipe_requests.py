@@ -1,4 +1,4 @@
-"""Stock conventions under PipeFusion: callbacks, interrupts, generators, short and changing requests, and no leftovers."""
+"""Stock conventions under PipeFusion: callbacks, interrupts, generators, short and changing requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from naive import Naive
 from parity import distance
-from test_conventions import Ticks
+from staged import Ticks
 from world import Worlds
 
 import ditpar
 from ditpar.conformance import tiny
-from ditpar.errors import PlanError, RequestError
+from ditpar.errors import RequestError
 from ditpar.family import families
 from ditpar.stage.program import Kind
 
@@ -268,8 +269,6 @@ def test_a_callback_interrupts_at_any_step(at: int, worlds: Worlds) -> None:
 
 
 def from_another_thread() -> tuple[int, float]:
-    import torch.distributed as dist
-
     pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
     call = tiny.inputs(FLUX, pipe, steps=60, size=(64, 64))
     want = run(pipe, {**call, "num_inference_steps": 4})
@@ -295,150 +294,26 @@ def test_another_thread_interrupts_all_ranks_at_the_same_step(worlds: Worlds) ->
     assert a == b < 50 and error == other == 0
 
 
-# -- nothing is left ---------------------------------------------------------------------------------------------------
+def interrupted_while_ranks_agree() -> int:
+    """Rank 0 is told to stop just after all have agreed to go on."""
+    pipe = ditpar.parallelize(tiny.build(FLUX), "cfg=2")
+    world, steps = pipe._ditpar.mesh.world, []
+    ask = world.max_later
 
-
-class Stop(Exception):
-    pass
-
-
-def disturbed(how: str) -> bool:
-    """Whether a request gives the same bits after another one that failed, was stopped, or had another size."""
-    pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
-    call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
-    want = run(pipe, call)
-
-    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step == 2:
-            if how == "fails":
-                raise Stop
+    def late(value: int) -> Any:
+        asked = ask(value)
+        if dist.get_rank() == 0 and steps:
             pipe._interrupt = True
-        return {}
+        return asked
 
-    other = {**call, "callback_on_step_end": callback}
-    if how == "fails lazily":
-        stock = pipe.scheduler.step
-        times = iter(range(9))
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if next(times) == 2:
-                raise Stop
-            return stock(*args, **kwargs)
-
-        pipe.scheduler.step = step
-        del other["callback_on_step_end"]
-    if how == "is larger":
-        other = tiny.inputs(FLUX, pipe, steps=3, size=(96, 64), text_tokens=11)
+    world.max_later = late
+    pipe.progress_bar = lambda total: Ticks(lambda: steps.append(1))
     try:
-        run(pipe, other, seed=9)
-        assert how in ("stops", "is larger")
-    except Stop:
-        assert how.startswith("fails")
-    if how == "fails lazily":
-        del pipe.scheduler.step
-    return torch.equal(run(pipe, call), want)
-
-
-@pytest.mark.parametrize("how", ["fails", "fails lazily", "stops", "is larger"])
-def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
-    assert worlds(2).run(disturbed, how) == [True, True]
-    assert worlds(3).run(disturbed_3, how) == [True] * 3
-
-
-def disturbed_3(how: str) -> bool:
-    global PLAN
-    before, PLAN = PLAN, "pipe=3,patches=4"
-    try:
-        return disturbed(how)
+        pipe(**tiny.inputs(FLUX, pipe, steps=5))
     finally:
-        PLAN = before
+        del world.max_later
+    return len(steps)
 
 
-def modes(plan: str) -> list[bool]:
-    """Whether gradients were recorded in blocks and in the result."""
-    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
-    seen: list[bool] = []
-    for block in pipe.transformer.transformer_blocks:
-        block.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    with torch.enable_grad():
-        seen.append(run(pipe, tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))).requires_grad)
-    return seen
-
-
-@pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
-def test_calls_that_run_after_the_stock_loop_record_no_gradients(plan: str, worlds: Worlds) -> None:
-    for seen in worlds(2).run(modes, plan):
-        assert not any(seen)
-    assert sum(map(len, worlds(2).run(modes, plan))) > 6
-
-
-def restored() -> bool:
-    pipe = tiny.build(FLUX)
-    call = tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))
-    want = run(pipe, call)
-    ditpar.parallelize(pipe, PLAN)
-    run(pipe, call)
-    ditpar.restore(pipe)
-    return torch.equal(run(pipe, call), want)
-
-
-def test_restoring_gives_the_stock_pipeline_back(worlds: Worlds) -> None:
-    assert worlds(2).run(restored) == [True, True]
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ("pipe=2,warmup=0", "warmup=0 must be a whole number of at least 1"),
-        ("patches=4", "patches=4 needs a stage pipeline"),
-        ("cfg=2,warmup=2", "warmup=2 needs a stage pipeline"),
-        ("pipe=2,split=a/b", "split='a/b' must be numbers of blocks"),
-        ("pipe=2,patches=x", "patches=x must be a whole number"),
-    ],
-)
-def test_plans_that_cannot_be(plan: str, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        ditpar.Plan.parse(plan)
-
-
-def refused(plan: str, how: str) -> str:
-    pipe = tiny.build(FLUX)
-    if how == "offload":
-        diffusers.hooks.apply_group_offloading(
-            pipe.transformer, onload_device=torch.device("cpu"), offload_type="leaf_level"
-        )
-    try:
-        ditpar.parallelize(pipe, plan)
-        run(pipe, tiny.inputs(FLUX, pipe, size=(32, 32)))
-    except PlanError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("plan", "how", "words"),
-    [
-        ("pipe=2,split=3/3", "", "add up to the model's 4 blocks; without it the split is 2/2"),
-        ("pipe=2,split=4", "", "must be 2 numbers"),
-        ("pipe=2,patches=9", "", "patches=9: the latents have 4 rows"),
-        ("pipe=2", "offload", "offloaded"),
-    ],
-)
-def test_plans_that_do_not_fit_the_model_or_request(plan: str, how: str, words: str, worlds: Worlds) -> None:
-    for message in worlds(2).run(refused, plan, how):
-        assert words in message, message
-
-
-def too_many() -> str:
-    try:
-        ditpar.parallelize(tiny.build(PIXART), "pipe=4")
-    except PlanError as error:
-        return str(error)
-    return ""
-
-
-def test_more_stages_than_blocks(worlds: Worlds) -> None:
-    assert all("use pipe=3 at most" in message for message in worlds(4).run(too_many))
+def test_an_interrupt_that_comes_between_waits_for_the_next_step(worlds: Worlds) -> None:
+    assert worlds(2).run(interrupted_while_ranks_agree) == [2, 2]

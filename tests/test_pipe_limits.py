@@ -1,0 +1,154 @@
+"""PipeFusion leaves nothing behind between requests, gives the stock pipeline back, and refuses what cannot be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from test_pipe_requests import FLUX, PIXART, PLAN, run
+from world import Worlds
+
+import ditpar
+from ditpar.conformance import tiny
+from ditpar.errors import PlanError
+
+# -- nothing is left ---------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def disturbed(how: str, plan: str) -> bool:
+    """Whether a request gives the same bits after another one that failed, was stopped, or had another size."""
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
+    call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
+    want = run(pipe, call)
+
+    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 2:
+            if how == "fails":
+                raise Stop
+            pipe._interrupt = True
+        return {}
+
+    other = {**call, "callback_on_step_end": callback}
+    if how == "fails lazily":
+        stock = pipe.scheduler.step
+        times = iter(range(9))
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if next(times) == 2:
+                raise Stop
+            return stock(*args, **kwargs)
+
+        pipe.scheduler.step = step
+        del other["callback_on_step_end"]
+    if how == "is larger":
+        other = tiny.inputs(FLUX, pipe, steps=3, size=(96, 64), text_tokens=11)
+    try:
+        run(pipe, other, seed=9)
+        assert how in ("stops", "is larger")
+    except Stop:
+        assert how.startswith("fails")
+    if how == "fails lazily":
+        del pipe.scheduler.step
+    return torch.equal(run(pipe, call), want)
+
+
+@pytest.mark.parametrize("how", ["fails", "fails lazily", "stops", "is larger"])
+def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
+    assert worlds(2).run(disturbed, how, PLAN) == [True, True]
+    assert worlds(3).run(disturbed, how, "pipe=3,patches=4") == [True] * 3
+
+
+def modes(plan: str) -> list[bool]:
+    """Whether gradients were recorded in blocks and in the result."""
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
+    seen: list[bool] = []
+    for block in pipe.transformer.transformer_blocks:
+        block.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    with torch.enable_grad():
+        seen.append(run(pipe, tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))).requires_grad)
+    return seen
+
+
+@pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
+def test_calls_that_run_after_the_stock_loop_record_no_gradients(plan: str, worlds: Worlds) -> None:
+    for seen in worlds(2).run(modes, plan):
+        assert not any(seen)
+    assert sum(map(len, worlds(2).run(modes, plan))) > 6
+
+
+def restored() -> bool:
+    pipe = tiny.build(FLUX)
+    call = tiny.inputs(FLUX, pipe, steps=3, size=(64, 64))
+    want = run(pipe, call)
+    ditpar.parallelize(pipe, PLAN)
+    run(pipe, call)
+    ditpar.restore(pipe)
+    return torch.equal(run(pipe, call), want)
+
+
+def test_restoring_gives_the_stock_pipeline_back(worlds: Worlds) -> None:
+    assert worlds(2).run(restored) == [True, True]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("pipe=2,warmup=0", "warmup=0 must be a whole number of at least 1"),
+        ("patches=4", "patches=4 needs a stage pipeline"),
+        ("cfg=2,warmup=2", "warmup=2 needs a stage pipeline"),
+        ("pipe=2,split=a/b", "split='a/b' must be numbers of blocks"),
+        ("pipe=2,patches=x", "patches=x must be a whole number"),
+    ],
+)
+def test_plans_that_cannot_be(plan: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        ditpar.Plan.parse(plan)
+
+
+def refused(plan: str, how: str) -> str:
+    pipe = tiny.build(FLUX)
+    if how == "offload":
+        diffusers.hooks.apply_group_offloading(
+            pipe.transformer, onload_device=torch.device("cpu"), offload_type="leaf_level"
+        )
+    try:
+        ditpar.parallelize(pipe, plan)
+        run(pipe, tiny.inputs(FLUX, pipe, size=(32, 32)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "how", "words"),
+    [
+        ("pipe=2,split=3/3", "", "add up to the model's 4 blocks; without it the split is 2/2"),
+        ("pipe=2,split=4", "", "must be 2 numbers"),
+        ("pipe=2,patches=9", "", "patches=9: the latents have 4 rows"),
+        ("pipe=2", "offload", "offloaded"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model_or_request(plan: str, how: str, words: str, worlds: Worlds) -> None:
+    for message in worlds(2).run(refused, plan, how):
+        assert words in message, message
+
+
+def too_many() -> str:
+    try:
+        ditpar.parallelize(tiny.build(PIXART), "pipe=4")
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_more_stages_than_blocks(worlds: Worlds) -> None:
+    assert all("use pipe=3 at most" in message for message in worlds(4).run(too_many))
