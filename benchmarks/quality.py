@@ -4,6 +4,8 @@
 
 The bundled model with its defaults, one thread a rank. Plans take turns, prompt by prompt, so that a busy machine slows
 all of them alike; a time is that of the request for latents and of decoding them, on one thread of this process.
+Beside it stands the CPU time of the busiest rank and of decoding, which other work on the machine hardly changes: what
+the picture would take if no rank ever waited.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from sheet import draw
@@ -46,6 +49,7 @@ class Row:
 
     name: str
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     latents: list[Tensor] = field(default_factory=list)
     pictures: list[Tensor] = field(default_factory=list)
 
@@ -57,6 +61,7 @@ class Row:
             "psnr": levels,
             "latents": [distance(a, b) for a, b in zip(self.latents, reference.latents, strict=True)],
             "seconds": self.seconds,
+            "cpu": self.cpu,
             "speedup": speedup(self, reference),
             "by_minima": min(reference.seconds) / min(self.seconds),
         }
@@ -65,6 +70,17 @@ class Row:
 def speedup(row: Row, reference: Row) -> float:
     """Median over the prompts, whose two pictures were made one soon after the other."""
     return statistics.median(a / b for a, b in zip(reference.seconds, row.seconds, strict=True))
+
+
+def equal_steps(row: Row, one: Row) -> tuple[int, int]:
+    """Steps that one device does in the row's time, and in the CPU time of its busiest rank."""
+    work = statistics.median(a / b for a, b in zip(row.cpu, one.cpu, strict=True))
+    return round(STEPS / speedup(row, one)), round(STEPS * work)
+
+
+def cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -100,10 +116,13 @@ class Bench:
             return (self.vae.decode(z, return_dict=False)[0][0] / 2 + 0.5).clamp(0, 1)
 
     def make(self, pipe: Any, row: Row, index: int, **more: Any) -> None:
-        begun = time.perf_counter()
+        ranks = [psutil.Process(rank["pid"]) for rank in pipe.memory()]
+        spent, own, begun = [cpu(rank) for rank in ranks], time.process_time(), time.perf_counter()
         latents = self.latents(pipe, index, **more)
         picture = self.decode(latents)
         row.seconds.append(time.perf_counter() - begun)
+        busiest = max(cpu(rank) - before for rank, before in zip(ranks, spent, strict=True))
+        row.cpu.append(busiest + time.process_time() - own)
         row.latents.append(latents)
         row.pictures.append(picture)
 
@@ -113,7 +132,7 @@ class Bench:
         with ExitStack() as stack:
             gangs = {plan: stack.enter_context(load(plan)) for plan in plans}
             for pipe in gangs.values():
-                self.decode(self.latents(pipe, 0, num_inference_steps=4))
+                self.decode(self.latents(pipe, 0, num_inference_steps=2))
             for index, prompt in enumerate(self.prompts):
                 for plan, pipe in gangs.items():
                     self.make(pipe, rows[plan], index)
@@ -124,16 +143,16 @@ class Bench:
         """One device with fewer steps."""
         rows = {count: Row(f"{SINGLE}, {count} steps") for count in counts}
         with load(SINGLE) as pipe:
-            self.latents(pipe, 0, num_inference_steps=4)
+            self.latents(pipe, 0, num_inference_steps=2)
             for index in range(len(self.prompts)):
                 for count, row in rows.items():
                     self.make(pipe, row, index, num_inference_steps=count)
         return rows
 
     def same(self, plan: str, row: Row) -> float:
-        """The largest distance of a plan's latents to those of a row."""
+        """The largest distance of a plan's latents to those of a row, over the first prompts."""
         with load(plan) as pipe:
-            return max(distance(self.latents(pipe, i), row.latents[i]) for i in range(len(self.prompts)))
+            return max(distance(self.latents(pipe, i), row.latents[i]) for i in range(min(SHOWN, len(self.prompts))))
 
     def along(self, plan: str, rows: Row) -> list[list[Tensor]]:
         """Latents after each step, for each of the first prompts. Looking at them must not change them."""
@@ -159,18 +178,23 @@ def load(plan: str) -> Any:
     return pipe
 
 
-def table(summaries: list[dict[str, Any]], steps: dict[str, int]) -> str:
+def table(summaries: list[dict[str, Any]], steps: dict[str, tuple[int, int]]) -> str:
     lines = [
-        "| | PSNR mean | worst | latents | min s | median s | speed-up | by minima | steps of one device in that time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| | PSNR mean | worst | latents | min s | median s | speed-up | by minima | CPU s | steps: by time | by CPU |",
+        "|" + " --- |" * 11,
     ]
     for s in summaries:
         finite = [level for level in s["psnr"] if math.isfinite(level)]
         levels = f"{statistics.mean(finite):.1f} | {min(finite):.1f}" if finite else "equal | equal"
+        times = f"{min(s['seconds']):.2f} | | |"
+        after = "| "
+        if s["plan"] in steps:  # made in turn with one device, so that times compare
+            times = f"{min(s['seconds']):.2f} | {statistics.median(s['seconds']):.2f} "
+            times += f"| {s['speedup']:.2f} | {s['by_minima']:.2f}"
+            after = "{} | {}".format(*steps[s["plan"]])
+        cpu_seconds = statistics.median(s["cpu"])
         lines.append(
-            f"| {s['plan']} | {levels} | {statistics.mean(s['latents']):.1e} | {min(s['seconds']):.2f} "
-            f"| {statistics.median(s['seconds']):.2f} | {s['speedup']:.2f} | {s['by_minima']:.2f} "
-            f"| {steps.get(s['plan'], '')} |"
+            f"| {s['plan']} | {levels} | {statistics.mean(s['latents']):.1e} | {times} | {cpu_seconds:.2f} | {after} |"
         )
     return "\n".join(lines)
 
@@ -221,8 +245,8 @@ def main() -> None:
     patched = [plan for plans in grid.values() for plan in plans]
     rows = bench.in_turn([SINGLE, *dict.fromkeys((*EXACT, *patched, *(plan for plan, _ in SAME)))])
     one = rows[SINGLE]
-    steps = {plan: round(STEPS / speedup(row, one)) for plan, row in rows.items()}
-    counts = sorted({*FEWER, *(n for plan, n in steps.items() if plan in patched and n < STEPS)})
+    steps = {plan: equal_steps(row, one) for plan, row in rows.items()}
+    counts = sorted({*FEWER, *(n for plan in patched for n in steps[plan] if n < STEPS)})
     fewer = bench.fewer(counts)
     summaries = [row.summary(one) for row in (*rows.values(), *fewer.values())]
     print("\n" + table(summaries, steps) + "\n", flush=True)
@@ -237,7 +261,7 @@ def main() -> None:
         facts = {"rows": summaries, "steps": steps, "agreed": agreed, "drift": found}
         options.out.write_text(json.dumps(facts, indent=1))
     if options.picture:
-        at = min(counts, key=lambda n: abs(n - steps[ends[0]]))
+        at = min(counts, key=lambda n: abs(n - min(steps[ends[0]])))
         sheet(options.picture, bench, rows, fewer[at], [ends[0], ends[-1]])
 
 
