@@ -43,6 +43,7 @@ class Call:
     Attributes:
         hidden: its latents, perhaps deferred.
         units: what goes through the stages.
+        text: text tokens that go with a lead unit.
         fed: rows of `hidden` that come around the ring.
         grad: whether gradients were recorded where it was made; stock loops end before their last call runs.
         once: what its units share.
@@ -54,6 +55,7 @@ class Call:
     stage: Stage | None
     slot: Slot
     units: tuple[Unit, ...]
+    text: int
     rows: int
     dim: int
     result: Deferred = field(init=False)
@@ -66,7 +68,7 @@ class Call:
         """The unit's rows of the result, on the last stage."""
         arguments = {**self.captured.get(), "hidden_states": self._input(unit)}
         if self.stage is not None:
-            self.stage.carry(unit, self.rows, self.slot, self.once)
+            self.stage.carry(unit, self.text, self.rows, self.slot, self.once)
         return self.root(arguments)
 
     def _input(self, unit: Unit) -> Tensor:
@@ -125,6 +127,8 @@ class Calls:
         self._tick = self._made = 0
         self._bands: list[Span] = []
         self._stages: list[Stage] = []
+        self._coming: deque[tuple[Call, Span]] = deque()
+        self._announced: Stage | None = None
 
     def defer(self, name: str, transformer: nn.Module, stage: Stage | None, root: Root) -> Root:
         """Calls return a Deferred and wait."""
@@ -171,14 +175,14 @@ class Calls:
         slot, cold = self._slot(name, hidden, rest)
         plan = self.mesh.plan
         kind = Kind.SYNC if stage is None or cold or self._tick < plan.warmup else Kind.PATCH
+        text = rest["encoder_hidden_states"].shape[1] if self.family.joint else 0
         if stage is not None and not (again and self._bands and self._bands[-1].hi == rows):
-            text = rest["encoder_hidden_states"].shape[1] if self.family.joint else 0
             self._bands = self._cut(stage, hidden, rows, text)
         self.synchronous += kind is Kind.SYNC
         self.patched += kind is Kind.PATCH
         self._made += 1
         parts = units(self._made, self._tick, kind, self._bands, rows)
-        return Call(Captured(rest), hidden, root, stage, slot, parts, rows, dim)
+        return Call(Captured(rest), hidden, root, stage, slot, parts, text, rows, dim)
 
     def _cut(self, stage: Stage, hidden: Tensor, rows: int, text: int) -> list[Span]:
         """Bands of the latents' rows, such that all units have as many queries."""
@@ -233,21 +237,35 @@ class Calls:
         self, this: Round, first: Call, mine: list[Call], others: list[Call | None], following: Call | None
     ) -> None:
         by_run = {call.units[0].run: i for i, call in enumerate(mine)}
-        coming, owed = deque(this.inflow), deque[Span]()
+        order = [(call, unit) for call in mine for unit in call.units]
+        owed = deque[Span]()
+        if following is not None:
+            # A cfg rank beyond the first runs a call that was not made yet.
+            if self.cfg is None or self.cfg.index == 0:
+                order.append((following, following.units[0]))
+            if self.first and self.back is not None:
+                self._coming.extend((following, rows) for rows in following.fed)
+                self._post()
+        upcoming = iter(zip(order, [*order[1:], None], strict=True))
+        self._announced = None
         for op in ops(self.mesh.pipe.index, self.mesh.pipe.size, this):
             if op.act is Act.RUN:
                 assert op.unit is not None
                 i = by_run[op.unit.run]
+                _announce(*next(upcoming))
                 self._run_unit(mine[i], others[i], op.unit)
             elif op.edge is Edge.RING and op.rows is not None:
                 if op.act is Act.RECV:
-                    self._receive(first, op.rows, coming)
+                    self._receive(first, op.rows)
                 else:
                     owed.append(op.rows)
             if following is not None:
                 self._send(following, owed)
         if owed:
             raise AssertionError(f"rows {owed} of the next step's input cannot be computed from this step's")
+        stage = mine[-1].stage
+        if following is not None and stage is not None and stage.next is not None:
+            self._announced = stage
         self.flow.ran()
 
     def _shared_out(self, waiting: list[Call]) -> tuple[list[Call], list[Call | None]]:
@@ -262,8 +280,6 @@ class Calls:
         return mine, [pair[1 - index] if len(pair) == 2 else None for pair in pairs]
 
     def _run_unit(self, call: Call, other: Call | None, unit: Unit) -> None:
-        if call.stage is not None:
-            call.stage.next = next((u for u in call.units if u.part == unit.part + 1), None)
         out = call.run(unit)
         if not self.last:
             return
@@ -283,11 +299,16 @@ class Calls:
         self.cfg.exchange(METHOD, [value, value], [received, received])
         other.result.fill(*rows, received)
 
-    def _receive(self, call: Call, rows: Span, coming: deque[Span]) -> None:
-        """Takes rows of the call's input from the last stage, with the buffer for the next ones posted before."""
+    def _post(self) -> None:
+        """Keeps buffers posted for the next two messages around the ring, also across rounds."""
+        while self._coming and self.back is not None and self.back.posted < 2:
+            call, rows = self._coming.popleft()
+            self.back.post(_rows_of(call.hidden, call.dim, rows))
+
+    def _receive(self, call: Call, rows: Span) -> None:
+        """Takes rows of the call's input from the last stage."""
         assert self.back is not None and isinstance(call.hidden, Deferred)
-        while coming and self.back.posted < 2:
-            self.back.post(_rows_of(call.hidden, call.dim, coming.popleft()))
+        self._post()
         call.hidden.fill(*rows, self.back.take()[0])
 
     def _send(self, following: Call, owed: deque[Span]) -> None:
@@ -304,8 +325,7 @@ class Calls:
     def _end(self) -> None:
         """Takes off the ring what was sent for a call that never ran, so that the next request does not meet it."""
         for stage in self._stages:
-            if stage.after is not None:
-                stage.after.finish()
+            stage.finish(announced=stage is self._announced)
         if self.back is None:
             return
         call = self.waiting[0] if self.waiting else None
@@ -313,6 +333,16 @@ class Calls:
             for rows in call.fed:
                 self.back.take(lambda rows=rows: [_rows_of(call.hidden, call.dim, rows)])  # type: ignore[misc]
         self.back.finish()
+
+
+def _announce(this: tuple[Call, Unit], following: tuple[Call, Unit] | None) -> None:
+    """Tells the stage what comes after a unit, if that has the same sizes and goes through the same stage."""
+    call, stage = this[0], this[0].stage
+    if stage is None:
+        return
+    stage.next = None
+    if following is not None and following[0].stage is stage and following[0].hidden.shape == call.hidden.shape:
+        stage.next = following[1], following[0].text
 
 
 def _rows_of(like: Tensor, dim: int, rows: Span) -> Tensor:

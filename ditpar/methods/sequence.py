@@ -86,7 +86,7 @@ class Sequence:
                 if index >= stage.begin:
                     stage.enter(kwargs, self.shares, self._vary)
                 if index >= stage.end:
-                    stage.leave(kwargs)
+                    stage.leave(kwargs, self.shares)
             if not mine:
                 return self._passed(kwargs)
             for extra in extras:
@@ -103,11 +103,12 @@ class Sequence:
         out = tuple(by_rows[rows] for rows in self.family.returns)
         return out if len(out) > 1 else out[0]
 
-    def shares(self, unit: Unit) -> list[int]:
-        """How many rows of each stream this rank carries of a unit."""
-        counts = {"image": split(self._image_of(unit).size, self.group.size), "text": self.text}
-        if not unit.lead:
-            counts["text"] = [0] * self.group.size
+    def shares(self, unit: Unit, text: int) -> list[int]:
+        """How many rows of each stream this rank carries of a unit whose call has so many text tokens."""
+        counts = {
+            "image": split(self._image_of(unit).size, self.group.size),
+            "text": split(text if unit.lead else 0, self.group.size, last=True),
+        }
         return [counts[rows][self.group.index] for rows in self.family.streams.values()]
 
     def _image_of(self, unit: Unit) -> Span:

@@ -41,16 +41,18 @@ class Stage:
     Attributes:
         begin, end: own blocks, numbered through all block lists.
         grain: rows of the latents that are never cut apart.
-        unit, rows: what the running forward carries, and how many rows there are in all.
-        next: the unit after it, if that is known.
+        unit, text: what the running forward carries, and how many text tokens a lead unit does.
+        rows: how many rows there are in all.
+        next: the unit after it and its text tokens, if they are known; perhaps of another call, of the same size.
         compiled: whether own blocks are.
         slot, once: the state of its branch, and what this call has computed already.
     """
 
     unit: Unit
+    text: int
     rows: int
     slot: Slot
-    next: Unit | None = None
+    next: tuple[Unit, int] | None = None
     compiled = False
 
     def __init__(self, family: Family, mesh: Mesh, transformer: nn.Module) -> None:
@@ -65,6 +67,7 @@ class Stage:
             self.grain = size if isinstance(size, int) else size[0]
         self.once: dict[str, Any] = {}
         self._entered = self._left = False
+        self._announced: list[Tensor] = []
 
     @property
     def first(self) -> bool:
@@ -74,13 +77,13 @@ class Stage:
     def last(self) -> bool:
         return self.index == self.count - 1
 
-    def carry(self, unit: Unit, rows: int, slot: Slot, once: dict[str, Any]) -> None:
+    def carry(self, unit: Unit, text: int, rows: int, slot: Slot, once: dict[str, Any]) -> None:
         """Begins a forward with these rows."""
-        self.unit, self.rows, self.slot, self.once = unit, rows, slot, once
+        self.unit, self.text, self.rows, self.slot, self.once = unit, text, rows, slot, once
         self._entered = self._left = False
 
     def enter(
-        self, kwargs: dict[str, Any], shares: Callable[[Unit], list[int]], vary: Callable[[Tensor, int], Tensor]
+        self, kwargs: dict[str, Any], shares: Callable[[Unit, int], list[int]], vary: Callable[[Tensor, int], Tensor]
     ) -> None:
         """Before the first own block: takes the streams from the stage before."""
         if self._entered:
@@ -89,17 +92,36 @@ class Stage:
         if self.before is None:
             return
         like = [kwargs[name] for name in self.family.streams]
-        for unit in [self.unit, self.next][self.before.posted :]:
-            if unit is not None:
-                rows = shares(unit)
+        for coming in [(self.unit, self.text), self.next][self.before.posted :]:
+            if coming is not None:
+                rows = shares(*coming)
                 self.before.post(*(x.new_empty((x.shape[0], n, x.shape[2])) for x, n in zip(like, rows, strict=True)))
         kwargs.update(zip(self.family.streams, (vary(x, 1) for x in self.before.take()), strict=True))
 
-    def leave(self, kwargs: Mapping[str, Any]) -> None:
+    def leave(self, kwargs: Mapping[str, Any], shares: Callable[[Unit, int], list[int]]) -> None:
         """After the last own block: hands the streams to the stage after."""
         if not self._left and self.after is not None:
             self._left = True
-            self.after.send(*(kwargs[name] for name in self.family.streams))
+            streams = [kwargs[name] for name in self.family.streams]
+            self.after.send(*streams)
+            rows = shares(*self.next) if self.next else []
+            self._announced = [
+                x.new_zeros(()).expand(x.shape[0], n, x.shape[2]) for x, n in zip(streams, rows, strict=False)
+            ]
+
+    def finish(self, announced: bool) -> None:
+        """Ends a request: waits until all that was sent has left.
+
+        Args:
+            announced: whether `next` never came. The stage after waits for it, so it gets zeros.
+        """
+        if announced and self.before is not None:
+            self.before.take()
+        if self.after is not None:
+            if announced:
+                self.after.send(*self._announced)
+            self.after.finish()
+        self._announced = []
 
     def left(self) -> None:
         """Makes sure that the streams were handed on."""
