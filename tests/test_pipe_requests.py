@@ -81,6 +81,36 @@ def edits(pipe: Any, log: list[Any]) -> dict[str, Any]:
     return {"callback_on_step_end": callback}
 
 
+def edits_latents_alone(pipe: Any, log: list[Any]) -> dict[str, Any]:
+    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": tensors["latents"] * 1.1} if step == 2 else {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+def edits_text(pipe: Any, log: list[Any]) -> dict[str, Any]:
+    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            tensors["prompt_embeds"].mul_(0.3)
+        return {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "extra"), [(PLAN, edits_latents_alone), (WHOLE, edits_latents_alone), (WHOLE, edits_text)]
+)
+def test_callbacks_that_are_given_the_text(plan: str, extra: Any, inference: bool, worlds: Worlds) -> None:
+    for error in worlds(2).run(given_the_text, plan, extra.__name__, inference):
+        assert error <= EXACT
+
+
+def given_the_text(plan: str, extra: str, inference: bool) -> float:
+    with torch.inference_mode(inference):
+        return float(requested(FLUX, plan, globals()[extra], steps=5, size=(64, 64))["error"])
+
+
 def counts(pipe: Any, log: list[Any]) -> dict[str, Any]:
     def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         log.append(step)

@@ -204,7 +204,7 @@ class Calls:
         """
         texts = [v for k, v in rest.items() if k.startswith("encoder_") and isinstance(v, Tensor)]
         plain = tuple((k, repr(v)) for k, v in sorted(rest.items()) if not isinstance(v, Tensor | dict))
-        key = (name, tuple(hidden.shape), tuple((id(t), t.shape) for t in texts), plain)
+        key = (name, tuple(hidden.shape), tuple((id(t), version(t), t.shape) for t in texts), plain)
         slot = self._slots.pop(key, None)
         cold = slot is None
         self._slots[key] = slot = slot or Slot(texts)
