@@ -111,6 +111,29 @@ def given_the_text(plan: str, extra: str, inference: bool) -> float:
         return float(requested(FLUX, plan, globals()[extra], steps=5, size=(64, 64))["error"])
 
 
+def skips(plan: str, layer: int) -> Any:
+    """SD3 with skip-layer guidance: a second call in a step, of other latents."""
+    try:
+        extra = {"skip_guidance_layers": [layer], "skip_layer_guidance_stop": 0.9}
+        found = requested(SD3, plan, lambda *_: extra, steps=6, size=(64, 64))
+        return found["error"], found["patched"]
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", ["pipe=2,split=1/2,patches=2,warmup=2", "pipe=2,split=1/2,warmup=99"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_calls_that_skip_layers(plan: str, layer: int, worlds: Worlds) -> None:
+    for error, patched in worlds(2).run(skips, plan, layer):
+        # Each of the last four steps has two bands, and so have two more calls with guidance by skipped layers.
+        assert error <= EXACT if "99" in plan else patched > 0
+
+
+def test_calls_that_skip_the_last_stage(worlds: Worlds) -> None:
+    for message in worlds(2).run(skips, "pipe=2,split=2/1,patches=2", 2):
+        assert "leaves out all blocks of the last stage" in message
+
+
 def counts(pipe: Any, log: list[Any]) -> dict[str, Any]:
     def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         log.append(step)

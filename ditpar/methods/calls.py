@@ -123,6 +123,7 @@ class Calls:
         self._slots: dict[Any, Slot] = {}
         self._input: tuple[Any, int | None] | None = None
         self._tick = self._made = 0
+        self._ticked: set[Slot] = set()
         self._bands: list[Span] = []
         self._stages: list[Stage] = []
 
@@ -136,7 +137,11 @@ class Calls:
             rest = resolve({k: v for k, v in arguments.items() if k != "hidden_states"})
             hidden = given
             if isinstance(given, Deferred):  # which may stand for something else later on
-                hidden = Deferred(given._node) if given.pending else given.value()
+                comes = self.flow.waits(given) or (self.waiting and _same(self.waiting[0].hidden, given))
+                if given.pending and (comes or self.back is None):
+                    hidden = Deferred(given._node)
+                else:  # nothing brings its rows to the first stage
+                    hidden = given.value()
             call = self._call(name, transformer, stage, root, given, hidden, rest)
             if self.flow.waits(hidden):
                 call.fed = tuple(unit.rows for unit in call.units)
@@ -162,13 +167,19 @@ class Calls:
         hidden: Tensor,
         rest: dict[str, Any],
     ) -> Call:
+        if stage is not None:
+            stage.check(rest.get("skip_layers") or ())
         dim = self.family.embed.dim
         rows = hidden.shape[dim]
         source = (given._node, None) if isinstance(given, Deferred) else (given, version(given))
         again = self._input is not None and source[0] is self._input[0] and source[1] == self._input[1]
-        if not again:
-            self._input, self._tick = source, self._tick + (self._input is not None)
         slot, cold = self._slot(name, hidden, rest)
+        if not again:
+            self._input = source
+            if slot in self._ticked:  # else it is another call of the same step
+                self._tick += 1
+                self._ticked.clear()
+        self._ticked.add(slot)
         plan = self.mesh.plan
         kind = Kind.SYNC if stage is None or cold or self._tick < plan.warmup else Kind.PATCH
         if stage is not None and not (again and self._bands and self._bands[-1].hi == rows):
@@ -313,6 +324,10 @@ class Calls:
             for rows in call.fed:
                 self.back.take(lambda rows=rows: [_rows_of(call.hidden, call.dim, rows)])  # type: ignore[misc]
         self.back.finish()
+
+
+def _same(hidden: Tensor, given: Deferred) -> bool:
+    return isinstance(hidden, Deferred) and hidden._node is given._node
 
 
 def _rows_of(like: Tensor, dim: int, rows: Span) -> Tensor:
