@@ -294,6 +294,27 @@ def test_eight_ranks(worlds: Worlds) -> None:
         assert distance(image, alone[0]) <= EXACT
 
 
+def guided_for_a_while(plan: str) -> torch.Tensor:
+    """Wan, whose guidance a callback ends after three steps: from then on one call a step is left."""
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 2:
+            pipe._guidance_scale = 1.0
+        return {}
+
+    pipe = ditpar.parallelize(tiny.build(WAN), plan)
+    call = tiny.inputs(WAN, pipe, steps=6, size=(64, 64), num_frames=13)
+    return run(pipe, {**call, "callback_on_step_end": callback})
+
+
+@pytest.mark.parametrize("options", ["patches=2", "warmup=99"])
+def test_a_branch_that_is_left_alone_has_a_state_on_all_ranks(options: str, worlds: Worlds) -> None:
+    alone = worlds(2).run(guided_for_a_while, f"pipe=2,{options}")
+    images = worlds(4).run(guided_for_a_while, f"cfg=2,pipe=2,{options}")
+    for image in images:  # the call left alone goes as a whole once, where some ranks have no state
+        assert distance(image, images[0]) == 0 and distance(image, alone[0]) <= (0.1 if "patches" in options else EXACT)
+
+
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,10 @@ class Call:
             self.stage.carry(unit, self.rows, self.slot, self.once)
         return self.root(arguments)
 
+    def whole(self) -> None:
+        """Makes it go through the stages as a whole after all."""
+        self.units = units(self.units[0].run, self.units[0].tick, Kind.SYNC, [], self.rows)
+
     def _input(self, unit: Unit) -> Tensor:
         if not isinstance(self.hidden, Deferred):
             return self.hidden
@@ -185,8 +189,6 @@ class Calls:
         if stage is not None and not (again and self._bands and self._bands[-1].hi == rows):
             text = rest["encoder_hidden_states"].shape[1] if self.family.joint else 0
             self._bands = self._cut(stage, hidden, rows, text)
-        self.synchronous += kind is Kind.SYNC
-        self.patched += kind is Kind.PATCH
         self._made += 1
         parts = units(self._made, self._tick, kind, self._bands, rows)
         return Call(Captured(rest), hidden, root, stage, slot, parts, rows, dim)
@@ -236,6 +238,9 @@ class Calls:
         if not waiting:
             return
         mine, others = self._shared_out(waiting)
+        kinds = [call.units[0].kind for call in waiting]
+        self.synchronous += kinds.count(Kind.SYNC)
+        self.patched += kinds.count(Kind.PATCH)
         this = Round(tuple(call.units for call in mine), waiting[0].fed, following.fed if following else ())
         with torch.set_grad_enabled(waiting[0].grad):
             self._do(this, waiting[0], mine, others, following)
@@ -268,6 +273,13 @@ class Calls:
         pairs = [waiting[i : i + 2] for i in range(0, len(waiting), 2)]
         self.pairs += len(waiting) // 2
         self.alone += len(waiting) % 2
+        everyone = frozenset(range(self.cfg.size))
+        for pair in pairs:
+            for i, call in enumerate(pair):
+                runners = frozenset({i}) if len(pair) == 2 else everyone
+                if call.stage is not None and not runners <= call.slot.held:  # some have no state of this branch
+                    call.whole()
+                call.slot.held = runners
         index = self.cfg.index
         mine = [pair[index] if len(pair) == 2 else pair[0] for pair in pairs]
         return mine, [pair[1 - index] if len(pair) == 2 else None for pair in pairs]

@@ -31,6 +31,8 @@ class Slot:
     def __init__(self, holds: list[Any]) -> None:
         self.kv = StaleKV()
         self.once: dict[str, Any] = {}
+        self.held: frozenset[int] = frozenset()
+        """The cfg ranks that ran the branch the last time: others have no state of it, or an old one."""
         self.holds = holds
         """Tensors whose identity tells branches apart; held, so that no other object takes their place."""
 
