@@ -417,6 +417,54 @@ def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
     assert worlds(3).run(disturbed_3, how) == [True] * 3
 
 
+def fails_inside(at: int, plan: str) -> tuple[str, str]:
+    """A transformer call fails on all ranks alike: what the next request says, and whether a new plan is clean."""
+    pipe = ditpar.parallelize(tiny.build(WAN), plan)
+    call = tiny.inputs(WAN, pipe, steps=5, size=(64, 64), num_frames=13)
+    want = run(pipe, call)
+    times = iter(range(99))
+
+    def hook(*_: Any) -> None:
+        if next(times) == at:
+            raise Stop
+
+    handle = pipe.transformer.register_forward_pre_hook(hook)
+    with pytest.raises(Stop):
+        run(pipe, call, seed=9)
+    handle.remove()
+    try:
+        run(pipe, call)
+        message = ""
+    except RequestError as error:
+        message = str(error)
+    try:
+        ditpar.parallelize(pipe, plan)
+    except PlanError as error:
+        return message, str(error)
+    return message, "" if torch.equal(run(pipe, call), want) else "differs"
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("at", [0, 2, 3, 6, 7])
+def test_a_call_that_fails_leaves_nothing_unnoticed(at: int, transport: str, worlds: Worlds) -> None:
+    for message, found in worlds(2).run(fails_inside_over, at, transport):
+        assert "call ditpar.parallelize again" in message
+        assert found == "" if transport == "shared" else "start the ranks again" in found
+
+
+def fails_inside_over(at: int, transport: str) -> tuple[str, str]:
+    import os
+
+    before = os.environ.get("DITPAR_TRANSPORT")
+    os.environ["DITPAR_TRANSPORT"] = transport
+    try:
+        return fails_inside(at, "pipe=2,patches=2")
+    finally:
+        os.environ.pop("DITPAR_TRANSPORT")
+        if before is not None:
+            os.environ["DITPAR_TRANSPORT"] = before
+
+
 def disturbed_3(how: str) -> bool:
     global PLAN
     before, PLAN = PLAN, "pipe=3,patches=4"

@@ -242,8 +242,10 @@ class Calls:
         self.synchronous += kinds.count(Kind.SYNC)
         self.patched += kinds.count(Kind.PATCH)
         this = Round(tuple(call.units for call in mine), waiting[0].fed, following.fed if following else ())
+        self.mesh.health.broken = self.mesh.pipe.size > 1  # until the round has ended
         with torch.set_grad_enabled(waiting[0].grad):
             self._do(this, waiting[0], mine, others, following)
+        self.mesh.health.broken = False
 
     def _do(
         self, this: Round, first: Call, mine: list[Call], others: list[Call | None], following: Call | None
