@@ -552,6 +552,20 @@ def test_plans_that_do_not_fit_the_model_or_request(plan: str, how: str, words: 
         assert words in message, message
 
 
+def swapped() -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
+    pipe.transformer = tiny.build(FLUX, num_layers=3).transformer
+    try:
+        run(pipe, tiny.inputs(FLUX, pipe, size=(64, 64)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_another_transformer_of_more_blocks(worlds: Worlds) -> None:
+    assert all("has 5 blocks but had 4" in message for message in worlds(2).run(swapped))
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
