@@ -21,6 +21,17 @@ TIMEOUT_S = 600.0
 
 
 @dataclass
+class Health:
+    """Of all groups of the default process group.
+
+    Attributes:
+        broken: a request failed midway, so that messages of it are left between ranks.
+    """
+
+    broken: bool = False
+
+
+@dataclass
 class Mesh:
     """This rank's groups under a plan.
 
@@ -45,6 +56,7 @@ class Mesh:
     back: Group
     world: Group
     counters: Counters = field(default_factory=Counters)
+    health: Health = field(default_factory=Health)
 
 
 _laid_out: dict[object, Any] = {}
@@ -59,7 +71,8 @@ def _layouts() -> dict[object, Any]:
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
-    """Lays out the default process group's ranks. Raises PlanError when their number is not the plan's.
+    """Lays out the default process group's ranks. Raises PlanError when their number is not the plan's,
+    or when a request that failed has left messages that cannot be got rid of.
 
     Collective: every rank must call it, with the same plan.
     """
@@ -72,6 +85,14 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         return Mesh(plan, alone, alone, alone, alone, alone, alone, alone, alone, alone, counters)
     degrees = {axis: n for axis, n in plan.degrees.items() if n > 1}
     made = _layouts()
+    if made.get("health", Health()).broken:
+        if made.get("channels") is None:
+            raise PlanError(
+                "plan: a request failed inside a transformer call, and messages of it are still on their way; "
+                "start the ranks again"
+            )
+        made.clear()  # new sockets: nothing comes out of the old ones
+        made = _layouts()
 
     def once(key: object, make: Callable[[], Any]) -> Any:
         if key not in made:
@@ -110,6 +131,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         back=back,
         world=everyone,
         counters=counters,
+        health=once("health", Health),
     )
 
 

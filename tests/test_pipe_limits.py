@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from test_pipe_requests import FLUX, PIXART, PLAN, run
+from test_pipe_requests import FLUX, PIXART, PLAN, WAN, run
 from world import Worlds
 
 import ditpar
 from ditpar.conformance import tiny
-from ditpar.errors import PlanError
+from ditpar.errors import PlanError, RequestError
 
 # -- nothing is left ---------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,52 @@ def disturbed(how: str, plan: str) -> bool:
 def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
     assert worlds(2).run(disturbed, how, PLAN) == [True, True]
     assert worlds(3).run(disturbed, how, "pipe=3,patches=4") == [True] * 3
+
+
+def fails_inside(at: int, plan: str) -> tuple[str, str]:
+    """A transformer call fails on all ranks alike: what the next request says, and whether a new plan is clean."""
+    pipe = ditpar.parallelize(tiny.build(WAN), plan)
+    call = tiny.inputs(WAN, pipe, steps=5, size=(64, 64), num_frames=13)
+    want = run(pipe, call)
+    times = iter(range(99))
+
+    def hook(*_: Any) -> None:
+        if next(times) == at:
+            raise Stop
+
+    handle = pipe.transformer.register_forward_pre_hook(hook)
+    with pytest.raises(Stop):
+        run(pipe, call, seed=9)
+    handle.remove()
+    try:
+        run(pipe, call)
+        message = ""
+    except RequestError as error:
+        message = str(error)
+    try:
+        ditpar.parallelize(pipe, plan)
+    except PlanError as error:
+        return message, str(error)
+    return message, "" if torch.equal(run(pipe, call), want) else "differs"
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("at", [0, 2, 3, 6, 7])
+def test_a_call_that_fails_leaves_nothing_unnoticed(at: int, transport: str, worlds: Worlds) -> None:
+    for message, found in worlds(2).run(fails_inside_over, at, transport):
+        assert "call ditpar.parallelize again" in message
+        assert found == "" if transport == "shared" else "start the ranks again" in found
+
+
+def fails_inside_over(at: int, transport: str) -> tuple[str, str]:
+    before = os.environ.get("DITPAR_TRANSPORT")
+    os.environ["DITPAR_TRANSPORT"] = transport
+    try:
+        return fails_inside(at, "pipe=2,patches=2")
+    finally:
+        os.environ.pop("DITPAR_TRANSPORT")
+        if before is not None:
+            os.environ["DITPAR_TRANSPORT"] = before
 
 
 def modes(plan: str) -> list[bool]:
@@ -140,6 +187,20 @@ def refused(plan: str, how: str) -> str:
 def test_plans_that_do_not_fit_the_model_or_request(plan: str, how: str, words: str, worlds: Worlds) -> None:
     for message in worlds(2).run(refused, plan, how):
         assert words in message, message
+
+
+def swapped() -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
+    pipe.transformer = tiny.build(FLUX, num_layers=3).transformer
+    try:
+        run(pipe, tiny.inputs(FLUX, pipe, size=(64, 64)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_another_transformer_of_more_blocks(worlds: Worlds) -> None:
+    assert all("has 5 blocks but had 4" in message for message in worlds(2).run(swapped))
 
 
 def too_many() -> str:

@@ -17,7 +17,7 @@ from world import Worlds
 
 import ditpar
 from ditpar.conformance import tiny
-from ditpar.errors import RequestError
+from ditpar.errors import PlanError, RequestError
 from ditpar.family import families
 from ditpar.stage.program import Kind
 
@@ -81,6 +81,59 @@ def edits(pipe: Any, log: list[Any]) -> dict[str, Any]:
         return {"latents": tensors["latents"] * 1.1} if step == 2 else {}
 
     return {"callback_on_step_end": callback}
+
+
+def edits_latents_alone(pipe: Any, log: list[Any]) -> dict[str, Any]:
+    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": tensors["latents"] * 1.1} if step == 2 else {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+def edits_text(pipe: Any, log: list[Any]) -> dict[str, Any]:
+    def callback(_: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            tensors["prompt_embeds"].mul_(0.3)
+        return {}
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "extra"), [(PLAN, edits_latents_alone), (WHOLE, edits_latents_alone), (WHOLE, edits_text)]
+)
+def test_callbacks_that_are_given_the_text(plan: str, extra: Any, inference: bool, worlds: Worlds) -> None:
+    for error in worlds(2).run(given_the_text, plan, extra.__name__, inference):
+        assert error <= EXACT
+
+
+def given_the_text(plan: str, extra: str, inference: bool) -> float:
+    with torch.inference_mode(inference):
+        return float(requested(FLUX, plan, globals()[extra], steps=5, size=(64, 64))["error"])
+
+
+def skips(plan: str, layer: int) -> Any:
+    """SD3 with skip-layer guidance: a second call in a step, of other latents."""
+    try:
+        extra = {"skip_guidance_layers": [layer], "skip_layer_guidance_stop": 0.9}
+        found = requested(SD3, plan, lambda *_: extra, steps=6, size=(64, 64))
+        return found["error"], found["patched"]
+    except PlanError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", ["pipe=2,split=1/2,patches=2,warmup=2", "pipe=2,split=1/2,warmup=99"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_calls_that_skip_layers(plan: str, layer: int, worlds: Worlds) -> None:
+    for error, patched in worlds(2).run(skips, plan, layer):
+        # Each of the last four steps has two bands, and so have two more calls with guidance by skipped layers.
+        assert error <= EXACT if "99" in plan else patched > 0
+
+
+def test_calls_that_skip_the_last_stage(worlds: Worlds) -> None:
+    for message in worlds(2).run(skips, "pipe=2,split=2/1,patches=2", 2):
+        assert "leaves out all blocks of the last stage" in message
 
 
 def counts(pipe: Any, log: list[Any]) -> dict[str, Any]:
@@ -241,6 +294,27 @@ def test_eight_ranks(worlds: Worlds) -> None:
     alone = worlds(2).run(planned, FLUX, "pipe=2,patches=2", 3)
     for image in worlds(8).run(planned, FLUX, "pipe=2,cfg=2,ulysses=2,patches=2", 3):
         assert distance(image, alone[0]) <= EXACT
+
+
+def guided_for_a_while(plan: str) -> torch.Tensor:
+    """Wan, whose guidance a callback ends after three steps: from then on one call a step is left."""
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 2:
+            pipe._guidance_scale = 1.0
+        return {}
+
+    pipe = ditpar.parallelize(tiny.build(WAN), plan)
+    call = tiny.inputs(WAN, pipe, steps=6, size=(64, 64), num_frames=13)
+    return run(pipe, {**call, "callback_on_step_end": callback})
+
+
+@pytest.mark.parametrize("options", ["patches=2", "warmup=99"])
+def test_a_branch_that_is_left_alone_has_a_state_on_all_ranks(options: str, worlds: Worlds) -> None:
+    alone = worlds(2).run(guided_for_a_while, f"pipe=2,{options}")
+    images = worlds(4).run(guided_for_a_while, f"cfg=2,pipe=2,{options}")
+    for image in images:  # the call left alone goes as a whole once, where some ranks have no state
+        assert distance(image, images[0]) == 0 and distance(image, alone[0]) <= (0.1 if "patches" in options else EXACT)
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

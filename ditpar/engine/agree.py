@@ -11,6 +11,7 @@ import torch
 
 from ditpar.comm import Group
 from ditpar.dataflow.deferred import resolve
+from ditpar.dataflow.node import version
 from ditpar.errors import RequestError
 
 METHOD = "control"
@@ -103,22 +104,39 @@ def watching_callback(callback: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _writing_of(value: Any) -> Callable[[Any], bool]:
+    """Tells later on whether the value was written to; where torch does not count that, by a copy."""
+    if not isinstance(value, torch.Tensor):
+        return lambda _: False
+    seen = version(value)
+    if seen is not None:
+        return lambda now: version(now) != seen
+    copy = value.clone()
+    return lambda now: not torch.equal(now, copy)
+
+
 def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[..., Any]:
     """The caller's step callback; what it returns or edits on rank 0 holds on all ranks."""
 
     def wrapped(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         # True values on all ranks beforehand: what a callback reads may differ from rank to rank.
         tensors = resolve(tensors)
-        given = {k: (v, v._version if isinstance(v, torch.Tensor) else 0) for k, v in tensors.items()}
+        given = {k: (v, _writing_of(v)) for k, v in tensors.items()}
         result = callback(pipe, step, timestep, tensors)
         result = {} if result is None else dict(result)
-        edited = any(
-            k not in given or v is not given[k][0] or (isinstance(v, torch.Tensor) and v._version != given[k][1])
+        edited = {
+            k
             for k, v in [*result.items(), *tensors.items()]
-        )
-        if group.max(int(edited)):
+            if k not in given or v is not given[k][0] or given[k][1](v)
+        }
+        if group.max(int(bool(edited))):
+            # What no rank edited stays the same object, and what one did is another object on all: branches are told
+            # apart by their tensors.
+            names = set().union(*group.all_gather_objects(edited))
             device = next((v.device for v, _ in given.values() if isinstance(v, torch.Tensor)), None)
-            result = group.broadcast_tree(METHOD, {**tensors, **result}, device=device)
+            mine = {k: v for k, v in {**tensors, **result}.items() if k in names}
+            result = group.broadcast_tree(METHOD, mine, device=device)
+            result = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in result.items()}
         return result
 
     return wrapped

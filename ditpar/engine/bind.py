@@ -78,6 +78,11 @@ class Binding:
                 f"{name} is offloaded ({offload}), which goes with no stage pipeline, whose ranks each hold their own "
                 f"blocks on the device; load it without offload, or use plan cfg, ulysses or ring"
             )
+        if self.stage is not None and len(self._blocks(transformer)) != self.stage.ending.stop:
+            raise PlanError(
+                f"{name} has {len(self._blocks(transformer))} blocks but had {self.stage.ending.stop} when plan {plan} "
+                "was bound; call ditpar.parallelize again"
+            )
         if self.sequence:
             for path, site, _ in self._sites(transformer):
                 kind = type(site.processor).__name__

@@ -75,6 +75,12 @@ class Engine:
             raise RequestError(
                 "this pipeline is already serving a request; ditpar.load() serves several threads in turn"
             )
+        if self.mesh.health.broken:
+            self.busy.release()
+            raise RequestError(
+                "a request failed inside a transformer call, and messages of it are still on their way between the stages; "
+                "call ditpar.parallelize again"
+            )
         changes = Changes()
         self.serves = threading.get_ident()
         try:

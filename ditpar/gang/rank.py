@@ -127,7 +127,9 @@ class Rank:
         os.chdir(command.folder)
         if command.only_rank not in (None, self.number):
             return None
-        if command.plan is not None and str(self.pipe._ditpar.plan) != command.plan:
+        if command.plan is not None and (
+            str(self.pipe._ditpar.plan) != command.plan or self.pipe._ditpar.mesh.health.broken
+        ):
             self._bind(command.plan)
         if command.path == ("__call__",):
             return self._call(command)

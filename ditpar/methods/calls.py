@@ -71,6 +71,10 @@ class Call:
             self.stage.carry(unit, self.text, self.rows, self.slot, self.once)
         return self.root(arguments)
 
+    def whole(self) -> None:
+        """Makes it go through the stages as a whole after all."""
+        self.units = units(self.units[0].run, self.units[0].tick, Kind.SYNC, [], self.rows)
+
     def _input(self, unit: Unit) -> Tensor:
         if not isinstance(self.hidden, Deferred):
             return self.hidden
@@ -125,6 +129,7 @@ class Calls:
         self._slots: dict[Any, Slot] = {}
         self._input: tuple[Any, int | None] | None = None
         self._tick = self._made = 0
+        self._ticked: set[Slot] = set()
         self._bands: list[Span] = []
         self._stages: list[Stage] = []
         self._coming: deque[tuple[Call, Span]] = deque()
@@ -140,7 +145,11 @@ class Calls:
             rest = resolve({k: v for k, v in arguments.items() if k != "hidden_states"})
             hidden = given
             if isinstance(given, Deferred):  # which may stand for something else later on
-                hidden = Deferred(given._node) if given.pending else given.value()
+                comes = self.flow.waits(given) or (self.waiting and _same(self.waiting[0].hidden, given))
+                if given.pending and (comes or self.back is None):
+                    hidden = Deferred(given._node)
+                else:  # nothing brings its rows to the first stage
+                    hidden = given.value()
             call = self._call(name, transformer, stage, root, given, hidden, rest)
             if self.flow.waits(hidden):
                 call.fed = tuple(unit.rows for unit in call.units)
@@ -166,20 +175,24 @@ class Calls:
         hidden: Tensor,
         rest: dict[str, Any],
     ) -> Call:
+        if stage is not None:
+            stage.check(rest.get("skip_layers") or ())
         dim = self.family.embed.dim
         rows = hidden.shape[dim]
         source = (given._node, None) if isinstance(given, Deferred) else (given, version(given))
         again = self._input is not None and source[0] is self._input[0] and source[1] == self._input[1]
-        if not again:
-            self._input, self._tick = source, self._tick + (self._input is not None)
         slot, cold = self._slot(name, hidden, rest)
+        if not again:
+            self._input = source
+            if slot in self._ticked:  # else it is another call of the same step
+                self._tick += 1
+                self._ticked.clear()
+        self._ticked.add(slot)
         plan = self.mesh.plan
         kind = Kind.SYNC if stage is None or cold or self._tick < plan.warmup else Kind.PATCH
         text = rest["encoder_hidden_states"].shape[1] if self.family.joint else 0
         if stage is not None and not (again and self._bands and self._bands[-1].hi == rows):
             self._bands = self._cut(stage, hidden, rows, text)
-        self.synchronous += kind is Kind.SYNC
-        self.patched += kind is Kind.PATCH
         self._made += 1
         parts = units(self._made, self._tick, kind, self._bands, rows)
         return Call(Captured(rest), hidden, root, stage, slot, parts, text, rows, dim)
@@ -208,7 +221,7 @@ class Calls:
         """
         texts = [v for k, v in rest.items() if k.startswith("encoder_") and isinstance(v, Tensor)]
         plain = tuple((k, repr(v)) for k, v in sorted(rest.items()) if not isinstance(v, Tensor | dict))
-        key = (name, tuple(hidden.shape), tuple((id(t), t.shape) for t in texts), plain)
+        key = (name, tuple(hidden.shape), tuple((id(t), version(t), t.shape) for t in texts), plain)
         slot = self._slots.pop(key, None)
         cold = slot is None
         self._slots[key] = slot = slot or Slot(texts)
@@ -229,9 +242,14 @@ class Calls:
         if not waiting:
             return
         mine, others = self._shared_out(waiting)
+        kinds = [call.units[0].kind for call in waiting]
+        self.synchronous += kinds.count(Kind.SYNC)
+        self.patched += kinds.count(Kind.PATCH)
         this = Round(tuple(call.units for call in mine), waiting[0].fed, following.fed if following else ())
+        self.mesh.health.broken = self.mesh.pipe.size > 1  # until the round has ended
         with torch.set_grad_enabled(waiting[0].grad):
             self._do(this, waiting[0], mine, others, following)
+        self.mesh.health.broken = False
 
     def _do(
         self, this: Round, first: Call, mine: list[Call], others: list[Call | None], following: Call | None
@@ -240,8 +258,8 @@ class Calls:
         order = [(call, unit) for call in mine for unit in call.units]
         owed = deque[Span]()
         if following is not None:
-            # A cfg rank beyond the first runs a call that was not made yet.
-            if self.cfg is None or self.cfg.index == 0:
+            # Of a pair, only one call was made yet, and it may still have to go as a whole.
+            if self.cfg is None or self.cfg.size == 1:
                 order.append((following, following.units[0]))
             if self.first and self.back is not None:
                 self._coming.extend((following, rows) for rows in following.fed)
@@ -275,6 +293,13 @@ class Calls:
         pairs = [waiting[i : i + 2] for i in range(0, len(waiting), 2)]
         self.pairs += len(waiting) // 2
         self.alone += len(waiting) % 2
+        everyone = frozenset(range(self.cfg.size))
+        for pair in pairs:
+            for i, call in enumerate(pair):
+                runners = frozenset({i}) if len(pair) == 2 else everyone
+                if call.stage is not None and not runners <= call.slot.held:  # some have no state of this branch
+                    call.whole()
+                call.slot.held = runners
         index = self.cfg.index
         mine = [pair[index] if len(pair) == 2 else pair[0] for pair in pairs]
         return mine, [pair[1 - index] if len(pair) == 2 else None for pair in pairs]
@@ -343,6 +368,10 @@ def _announce(this: tuple[Call, Unit], following: tuple[Call, Unit] | None) -> N
     stage.next = None
     if following is not None and following[0].stage is stage and following[0].hidden.shape == call.hidden.shape:
         stage.next = following[1], following[0].text
+
+
+def _same(hidden: Tensor, given: Deferred) -> bool:
+    return isinstance(hidden, Deferred) and hidden._node is given._node
 
 
 def _rows_of(like: Tensor, dim: int, rows: Span) -> Tensor:

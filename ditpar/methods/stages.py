@@ -6,7 +6,7 @@ the streams from the stage before, and what comes after the last own block hands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Slot:
     def __init__(self, holds: list[Any]) -> None:
         self.kv = StaleKV()
         self.once: dict[str, Any] = {}
+        self.held: frozenset[int] = frozenset()
+        """The cfg ranks that ran the branch the last time: others have no state of it, or an old one."""
         self.holds = holds
         """Tensors whose identity tells branches apart; held, so that no other object takes their place."""
 
@@ -40,6 +42,7 @@ class Stage:
 
     Attributes:
         begin, end: own blocks, numbered through all block lists.
+        ending: those of the last stage.
         grain: rows of the latents that are never cut apart.
         unit, text: what the running forward carries, and how many text tokens a lead unit does.
         rows: how many rows there are in all.
@@ -59,6 +62,7 @@ class Stage:
         self.family, self.index, self.count = family, mesh.pipe.index, mesh.pipe.size
         sizes = block_split(family, transformer, mesh.plan.pipe, mesh.plan.split)
         self.begin, self.end = sum(sizes[: self.index]), sum(sizes[: self.index + 1])
+        self.ending = range(sum(sizes[:-1]), sum(sizes))
         self.before = Link(mesh.pipe, self.index - 1, METHOD) if not self.first else None
         self.after = Link(mesh.pipe, self.index + 1, METHOD) if not self.last else None
         self.grain = 1
@@ -76,6 +80,14 @@ class Stage:
     @property
     def last(self) -> bool:
         return self.index == self.count - 1
+
+    def check(self, skipped: Collection[int]) -> None:
+        """Raises PlanError, on all ranks alike, when a call skips the whole last stage, which then takes nothing."""
+        if set(self.ending) <= set(skipped):
+            raise PlanError(
+                f"skip_layers={list(skipped)} leaves out all blocks of the last stage ({self.ending.start} to "
+                f"{self.ending.stop - 1}); use split= to give it another one"
+            )
 
     def carry(self, unit: Unit, text: int, rows: int, slot: Slot, once: dict[str, Any]) -> None:
         """Begins a forward with these rows."""
