@@ -566,6 +566,22 @@ def test_another_transformer_of_more_blocks(worlds: Worlds) -> None:
     assert all("has 5 blocks but had 4" in message for message in worlds(2).run(swapped))
 
 
+def perturbs_attention(plan: str) -> str:
+    """SD3 with perturbed-attention guidance sets processors of its own once the request has begun."""
+    pipe = ditpar.parallelize(tiny.build(SD3, "StableDiffusion3PAGPipeline", pag_applied_layers=["blocks.1"]), plan)
+    try:
+        run(pipe, tiny.inputs(SD3, pipe, size=(64, 64), pag_scale=2.0))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", [PLAN, "ulysses=2", "ring=2"])
+def test_processors_set_during_a_request(plan: str, worlds: Worlds) -> None:
+    for message in worlds(2).run(perturbs_attention, plan):
+        assert "transformer_blocks.1.attn: its attention processor was set to PAG" in message
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
