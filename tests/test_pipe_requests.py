@@ -582,6 +582,21 @@ def test_processors_set_during_a_request(plan: str, worlds: Worlds) -> None:
         assert "transformer_blocks.1.attn: its attention processor was set to PAG" in message
 
 
+def shared_text() -> float:
+    """Both branches given the same embedding object, told apart by their pooled embeddings alone."""
+    outputs = []
+    for same in (False, True):
+        pipe = ditpar.parallelize(tiny.build(FLUX), "pipe=2,patches=2")
+        call = tiny.inputs(FLUX, pipe, steps=5, size=(64, 64))
+        text = call["prompt_embeds"]
+        outputs.append(run(pipe, {**call, "negative_prompt_embeds": text if same else text.clone()}))
+    return distance(*outputs)
+
+
+def test_branches_of_one_text_have_states_of_their_own(worlds: Worlds) -> None:
+    assert worlds(2).run(shared_text) == [0, 0]
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
