@@ -597,6 +597,21 @@ def test_branches_of_one_text_have_states_of_their_own(worlds: Worlds) -> None:
     assert worlds(2).run(shared_text) == [0, 0]
 
 
+def under_autocast(plan: str) -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            run(pipe, tiny.inputs(FLUX, pipe, size=(64, 64)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
+def test_autocast_is_refused(plan: str, worlds: Worlds) -> None:
+    assert all("cannot be combined with torch.autocast" in message for message in worlds(2).run(under_autocast, plan))
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
