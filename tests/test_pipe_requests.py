@@ -612,6 +612,34 @@ def test_autocast_is_refused(plan: str, worlds: Worlds) -> None:
     assert all("cannot be combined with torch.autocast" in message for message in worlds(2).run(under_autocast, plan))
 
 
+def corrects(plan: str) -> float:
+    """A callback that calls the transformer itself."""
+    outputs = []
+    for bound in (False, True):
+        pipe = tiny.build(FLUX)
+        if bound:
+            ditpar.parallelize(pipe, plan)
+        call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
+        given = {
+            "encoder_hidden_states": call["prompt_embeds"],
+            "pooled_projections": call["pooled_prompt_embeds"],
+            "img_ids": pipe._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32),
+            "txt_ids": torch.zeros(7, 3),
+            "return_dict": False,
+        }
+
+        def callback(pipe: Any, step: int, time: Any, tensors: dict[str, Any], given: Any = given) -> dict[str, Any]:
+            (out,) = pipe.transformer(hidden_states=tensors["latents"], timestep=time.expand(1) / 1000, **given)
+            return {"latents": tensors["latents"] + 0.1 * out}
+
+        outputs.append(run(pipe, {**call, "callback_on_step_end": callback}))
+    return distance(*outputs)
+
+
+def test_a_callback_calls_the_transformer(worlds: Worlds) -> None:
+    assert max(worlds(2).run(corrects, WHOLE)) <= EXACT
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
