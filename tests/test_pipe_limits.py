@@ -8,7 +8,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from test_pipe_requests import FLUX, PIXART, PLAN, WAN, run
+from parity import distance
+from test_pipe_requests import FLUX, PIXART, PLAN, SD3, WAN, run
 from world import Worlds
 
 import ditpar
@@ -213,3 +214,49 @@ def too_many() -> str:
 
 def test_more_stages_than_blocks(worlds: Worlds) -> None:
     assert all("use pipe=3 at most" in message for message in worlds(4).run(too_many))
+
+
+def perturbs_attention(plan: str) -> str:
+    """SD3 with perturbed-attention guidance sets processors of its own once the request has begun."""
+    pipe = ditpar.parallelize(tiny.build(SD3, "StableDiffusion3PAGPipeline", pag_applied_layers=["blocks.1"]), plan)
+    try:
+        run(pipe, tiny.inputs(SD3, pipe, size=(64, 64), pag_scale=2.0))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", [PLAN, "ulysses=2", "ring=2"])
+def test_processors_set_during_a_request(plan: str, worlds: Worlds) -> None:
+    for message in worlds(2).run(perturbs_attention, plan):
+        assert "transformer_blocks.1.attn: its attention processor was set to PAG" in message
+
+
+def shared_text() -> float:
+    """Both branches given the same embedding object, told apart by their pooled embeddings alone."""
+    outputs = []
+    for same in (False, True):
+        pipe = ditpar.parallelize(tiny.build(FLUX), "pipe=2,patches=2")
+        call = tiny.inputs(FLUX, pipe, steps=5, size=(64, 64))
+        text = call["prompt_embeds"]
+        outputs.append(run(pipe, {**call, "negative_prompt_embeds": text if same else text.clone()}))
+    return distance(*outputs)
+
+
+def test_branches_of_one_text_have_states_of_their_own(worlds: Worlds) -> None:
+    assert worlds(2).run(shared_text) == [0, 0]
+
+
+def under_autocast(plan: str) -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            run(pipe, tiny.inputs(FLUX, pipe, size=(64, 64)))
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
+def test_autocast_is_refused(plan: str, worlds: Worlds) -> None:
+    assert all("cannot be combined with torch.autocast" in message for message in worlds(2).run(under_autocast, plan))

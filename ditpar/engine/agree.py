@@ -123,7 +123,7 @@ def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[...,
         tensors = resolve(tensors)
         given = {k: (v, _writing_of(v)) for k, v in tensors.items()}
         result = callback(pipe, step, timestep, tensors)
-        result = {} if result is None else dict(result)
+        result = {} if result is None else resolve(dict(result))  # it may have called the transformer
         edited = {
             k
             for k, v in [*result.items(), *tensors.items()]

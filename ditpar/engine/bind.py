@@ -128,7 +128,18 @@ class Binding:
             root = batch.batch_split(family, group, method, root, gathers=self.stage is None or self.stage.last)
         if calls:
             root = calls.defer(self.name, transformer, self.stage, root)
-        wrap_call(changes, transformer, lambda _: as_stock(family, transformer, root))
+        call = as_stock(family, transformer, root)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for path, site, _ in self._sites(transformer) if self.sequence else ():
+                if site.processor is not self._twins[path][1]:
+                    raise PlanError(
+                        f"{self.name}.{path}: its attention processor was set to {type(site.processor).__name__} during "
+                        f"the request, which plan {mesh.plan} cannot follow; use plan single"
+                    )
+            return call(*args, **kwargs)
+
+        wrap_call(changes, transformer, lambda _: checked)
 
     def _apply_sequence(self, changes: Changes, transformer: nn.Module, sequence: Sequence) -> None:
         stage, blocks = self.stage, self._blocks(transformer)

@@ -27,7 +27,7 @@ from ditpar.engine.bind import Binding
 from ditpar.engine.components import drop_weights, fetch_weights, once_modules, share_components
 from ditpar.engine.partial import complete
 from ditpar.engine.undo import Changes
-from ditpar.errors import ModelError, RequestError
+from ditpar.errors import ModelError, PlanError, RequestError
 from ditpar.family import Family, family_of
 from ditpar.mesh import Mesh, build_mesh
 from ditpar.methods.calls import Calls
@@ -129,7 +129,17 @@ class Engine:
             self.mesh.counters.trace = None
         self.events = self.mesh.world.all_gather_objects(trace.events)
 
+    @property
+    def _waits(self) -> bool:
+        """Whether transformer calls wait for one another."""
+        return self.plan.pipe > 1 or (self.plan.cfg > 1 and self.family.cfg.style == "separate")
+
     def _check(self, pipe: Any, call: dict[str, Any]) -> None:
+        if self._waits and torch.is_autocast_enabled(_device(pipe).type):
+            raise PlanError(
+                f"plan {self.plan} cannot be combined with torch.autocast, since transformer calls run later than they are "
+                "made; cast the pipeline with pipe.to(dtype), or use ulysses or ring"
+            )
         for name, binding in self.bindings.items():
             transformer = getattr(pipe, name)
             free = _free_bytes(transformer.device, self.mesh.world.size)
@@ -137,9 +147,8 @@ class Engine:
             binding.check(transformer)
 
     def _apply(self, changes: Changes, pipe: Any) -> None:
-        waits = self.plan.pipe > 1 or self.family.cfg.style == "separate"
         for name, binding in self.bindings.items():
-            binding.apply(changes, getattr(pipe, name), self.calls if waits else None)
+            binding.apply(changes, getattr(pipe, name), self.calls if self._waits else None)
         share_components(changes, self.once(pipe), self.mesh.world)
 
     def once(self, pipe: Any) -> dict[str, nn.Module]:

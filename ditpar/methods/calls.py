@@ -219,7 +219,8 @@ class Calls:
 
         Branches are told apart by their text, which stock pipelines prepare once; another batch or size is another one.
         """
-        texts = [v for k, v in rest.items() if k.startswith("encoder_") and isinstance(v, Tensor)]
+        given = {k: v for k, v in rest.items() if k.startswith("encoder_") or k == "pooled_projections"}
+        texts = [v for v in given.values() if isinstance(v, Tensor)]
         plain = tuple((k, repr(v)) for k, v in sorted(rest.items()) if not isinstance(v, Tensor | dict))
         key = (name, tuple(hidden.shape), tuple((id(t), version(t), t.shape) for t in texts), plain)
         slot = self._slots.pop(key, None)
