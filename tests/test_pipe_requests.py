@@ -640,6 +640,22 @@ def test_a_callback_calls_the_transformer(worlds: Worlds) -> None:
     assert max(worlds(2).run(corrects, WHOLE)) <= EXACT
 
 
+def thin(patches: int) -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), f"ulysses=2,pipe=2,patches={patches}")
+    try:
+        run(pipe, tiny.inputs(FLUX, pipe, steps=3, size=(80, 80)))
+        return ""
+    except PlanError as error:
+        message = str(error)
+    assert pipe._ditpar.calls._made == 0 and not pipe._ditpar.mesh.health.broken
+    return message
+
+
+def test_a_last_band_of_too_few_tokens_is_refused_before_any_call(worlds: Worlds) -> None:
+    assert all("leaves 1 tokens for the last band" in message for message in worlds(4).run(thin, 13))
+    assert worlds(4).run(thin, 4) == [""] * 4
+
+
 def too_many() -> str:
     try:
         ditpar.parallelize(tiny.build(PIXART), "pipe=4")
