@@ -125,7 +125,9 @@ def agreed_callback(group: Group, callback: Callable[..., Any]) -> Callable[...,
         result = callback(pipe, step, timestep, tensors)
         result = {} if result is None else resolve(dict(result))  # it may have called the transformer
         edited = {
-            k for k, v in [*result.items(), *tensors.items()] if k not in given or v is not given[k][0] or given[k][1](v)
+            k
+            for k, v in [*result.items(), *tensors.items()]
+            if k not in given or v is not given[k][0] or given[k][1](v)
         }
         if group.max(int(bool(edited))):
             # What no rank edited stays the same object, and what one did is another object on all: branches are told
