@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 from parity import distance
-from test_pipe_requests import FLUX, PIXART, PLAN, SD3, WAN, run
+from test_pipe_requests import EXACT, FLUX, PIXART, PLAN, SD3, WAN, WHOLE, run
 from world import Worlds
 
 import ditpar
@@ -260,3 +260,47 @@ def under_autocast(plan: str) -> str:
 @pytest.mark.parametrize("plan", [PLAN, "cfg=2"])
 def test_autocast_is_refused(plan: str, worlds: Worlds) -> None:
     assert all("cannot be combined with torch.autocast" in message for message in worlds(2).run(under_autocast, plan))
+
+
+def corrects(plan: str) -> float:
+    """A callback that calls the transformer itself."""
+    outputs = []
+    for bound in (False, True):
+        pipe = tiny.build(FLUX)
+        if bound:
+            ditpar.parallelize(pipe, plan)
+        call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
+        given = {
+            "encoder_hidden_states": call["prompt_embeds"],
+            "pooled_projections": call["pooled_prompt_embeds"],
+            "img_ids": pipe._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32),
+            "txt_ids": torch.zeros(7, 3),
+            "return_dict": False,
+        }
+
+        def callback(pipe: Any, step: int, time: Any, tensors: dict[str, Any], given: Any = given) -> dict[str, Any]:
+            (out,) = pipe.transformer(hidden_states=tensors["latents"], timestep=time.expand(1) / 1000, **given)
+            return {"latents": tensors["latents"] + 0.1 * out}
+
+        outputs.append(run(pipe, {**call, "callback_on_step_end": callback}))
+    return distance(*outputs)
+
+
+def test_a_callback_calls_the_transformer(worlds: Worlds) -> None:
+    assert max(worlds(2).run(corrects, WHOLE)) <= EXACT
+
+
+def thin(patches: int) -> str:
+    pipe = ditpar.parallelize(tiny.build(FLUX), f"ulysses=2,pipe=2,patches={patches}")
+    try:
+        run(pipe, tiny.inputs(FLUX, pipe, steps=3, size=(80, 80)))
+        return ""
+    except PlanError as error:
+        message = str(error)
+    assert pipe._ditpar.calls._made == 0 and not pipe._ditpar.mesh.health.broken
+    return message
+
+
+def test_a_last_band_of_too_few_tokens_is_refused_before_any_call(worlds: Worlds) -> None:
+    assert all("leaves 1 tokens for the last band" in message for message in worlds(4).run(thin, 13))
+    assert worlds(4).run(thin, 4) == [""] * 4

@@ -212,7 +212,13 @@ class Calls:
                 f"plan: patches={plan.patches}: the latents have {rows} rows, in steps of {grain}; "
                 f"use patches={grains} at most, or a larger size"
             )
-        return cut.bands(rows, plan.patches or min(plan.pipe, grains), grain, lead)
+        bands = cut.bands(rows, plan.patches or min(plan.pipe, grains), grain, lead)
+        if self.family.output == "tokens" and bands[-1].size < grain:  # the last one takes what is over
+            raise PlanError(
+                f"plan: patches={len(bands)} leaves {bands[-1].size} tokens for the last band, too few for {grain} ring x "
+                f"ulysses ranks; use fewer patches or a larger size"
+            )
+        return bands
 
     def _slot(self, name: str, hidden: Tensor, rest: dict[str, Any]) -> tuple[Slot, bool]:
         """The state of the call's branch, and whether it is new.
