@@ -133,7 +133,7 @@ class _Rank:
         for _ in range(times):
             dist.barrier()
             began = time.perf_counter()
-            ops = [dist.P2POp(dist.isend, ours, other), dist.P2POp(dist.irecv, theirs, other)]
+            ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, ours, other)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             found.append(time.perf_counter() - began)

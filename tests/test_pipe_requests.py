@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -286,9 +287,17 @@ class Stop(Exception):
     pass
 
 
-def disturbed(how: str) -> bool:
+def disturbed(how: str, plan: str, transport: str) -> bool:
     """Whether a request gives the same bits after another one that failed, was stopped, or had another size."""
-    pipe = ditpar.parallelize(tiny.build(FLUX), PLAN)
+    os.environ["DITPAR_TRANSPORT"] = transport
+    try:
+        return undisturbed(how, plan)
+    finally:
+        del os.environ["DITPAR_TRANSPORT"]
+
+
+def undisturbed(how: str, plan: str) -> bool:
+    pipe = ditpar.parallelize(tiny.build(FLUX), plan)
     call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
     want = run(pipe, call)
 
@@ -323,19 +332,11 @@ def disturbed(how: str) -> bool:
     return torch.equal(run(pipe, call), want)
 
 
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("how", ["fails", "fails lazily", "stops", "is larger"])
-def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
-    assert worlds(2).run(disturbed, how) == [True, True]
-    assert worlds(3).run(disturbed_3, how) == [True] * 3
-
-
-def disturbed_3(how: str) -> bool:
-    global PLAN
-    before, PLAN = PLAN, "pipe=3,patches=4"
-    try:
-        return disturbed(how)
-    finally:
-        PLAN = before
+def test_no_request_sees_another_ones_state(how: str, transport: str, worlds: Worlds) -> None:
+    assert worlds(2).run(disturbed, how, PLAN, transport) == [True, True]
+    assert worlds(3).run(disturbed, how, "pipe=3,patches=4", transport) == [True] * 3
 
 
 def modes(plan: str) -> list[bool]:
