@@ -1,11 +1,12 @@
 """PipeFusion, Ulysses and ring over a slow link: measured, and predicted from compute, bytes and the link.
 
-    sudo python benchmarks/slowlink.py [--rates 1e9 1e8] [--tokens 1024] [--repeats 4] [--plot FILE.png]
+    sudo python benchmarks/slowlink.py [--rates 1e9 1e8] [--tokens 1024] [--minutes 5] [--plot FILE.png]
         [--out FILE.json]
 
 Two ranks with one thread each, in two network namespaces that a virtual link joins, each end limited by a token bucket.
 They share no memory, so ditpar sends everything through gloo and that link. Needs Linux, root, `ip` and `tc`. All ways
-to run a request are timed in turn, again and again; each figure is the fastest of them.
+to run a request are timed in turn, again and again until the time is up, if possible while nothing else runs; each
+figure is the fastest of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +108,9 @@ def _simulated(plan: str, load: Load, compute: Compute, wire: Wire) -> float:
 
 def calls(plan: str, rate: float | None, most: int) -> int:
     """Steps of a request: fewer where they are slow."""
-    return most if plan in PIPES or rate is None or rate > 3e8 else max(most // 3, 2)
+    if plan in PIPES:
+        return most
+    return max(most // (2 if rate is None or rate > 3e8 else 4), 2)
 
 
 class Benchmark:
@@ -120,6 +124,7 @@ class Benchmark:
     def __init__(self, link: NetLink, ranks: Ranks, options: argparse.Namespace) -> None:
         self.link, self.ranks, self.options = link, ranks, options
         self.compute = Compute()
+        self.repeats = 0
         self.seconds: dict[tuple[str, float | None], list[float]] = {}
         self.wires: dict[float | None, Wire] = {}
 
@@ -128,10 +133,11 @@ class Benchmark:
         for plan in PLANS:  # to warm up
             self.ranks.ask("run", short, plan, False)
         self.ranks.ask("alone", short)
-        for repeat in range(self.options.repeats):
+        end = time.monotonic() + self.options.minutes * 60
+        while not self.repeats or time.monotonic() < end:
             for rate in (None, *self.options.rates):
                 self._measure_at(rate)
-            print(f"repeat {repeat + 1} of {self.options.repeats} done", file=sys.stderr, flush=True)
+            self.repeats += 1
 
     def _measure_at(self, rate: float | None) -> None:
         self.link.limit(rate)
@@ -141,16 +147,16 @@ class Benchmark:
         old = self.wires.get(rate, wire)
         self.wires[rate] = Wire(min(old.latency, wire.latency), max(old.bandwidth, wire.bandwidth))
         if rate is None:
-            step = max(self.ranks.ask("alone", Load(tokens, most))) / most
-            block = max(self.ranks.ask("block", (tokens + TEXT_TOKENS) // 2, HEADS, HEAD_DIM))
+            step = max(self.ranks.ask_when_calm("alone", Load(tokens, most // 2))) / (most // 2)
+            block = max(self.ranks.ask_when_calm("block", (tokens + TEXT_TOKENS) // 2, HEADS, HEAD_DIM))
             self.compute.step = min(self.compute.step, step)
             self.compute.block = min(self.compute.block, block)
             for plan in PIPES:
                 load = Load(tokens, most)
-                self.compute.learn(plan, self.ranks.ask("run", load, plan, True))
+                self.compute.learn(plan, self.ranks.ask_when_calm("run", load, plan, True))
         for plan in PLANS:
             load = Load(tokens, calls(plan, rate, most))
-            ran = self.ranks.ask("run", load, plan, False)
+            ran = self.ranks.ask_when_calm("run", load, plan, False)
             check_bytes(plan, load, ran)
             self.seconds.setdefault((plan, rate), []).append(max(r.seconds for r in ran) / load.calls)
 
@@ -204,7 +210,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def report(found: Benchmark) -> str:
     """What the predictions are made of, in words."""
     lines = [
-        f"A step takes {found.compute.step:.3f} s of computing when both ranks compute one, "
+        f"{found.repeats} repeats. A step takes {found.compute.step:.3f} s of computing when both ranks compute one, "
         f"ring attention to a block {found.compute.block * 1e3:.1f} ms."
     ]
     for plan, stages in found.compute.units.items():
@@ -250,15 +256,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e9, 1e8], help="bits a second of each direction")
     parser.add_argument("--tokens", type=int, default=1024, help="image tokens, a square number")
-    parser.add_argument("--steps", type=int, default=12, help="of a request")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help="of a request; fewer where they are slow")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for measuring; once in any case")
     parser.add_argument("--plot", type=Path, help="draw seconds per step over the link's rate")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     options = parser.parse_args()
     if int(options.tokens**0.5) ** 2 != options.tokens:
         parser.error(f"--tokens {options.tokens} is not a square number")
-    if options.steps < 4 or options.repeats < 1 or min(options.rates) < 1e6:
-        parser.error("--steps must be at least 4, --repeats at least 1, --rates at least 1e6")
+    if options.steps < 4 or min(options.rates) < 1e6:
+        parser.error("--steps must be at least 4, --rates at least 1e6")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows is cleaned up
     try:

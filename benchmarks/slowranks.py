@@ -14,11 +14,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 from netlink import DEVICE, enter
 from workload import ENVIRONMENT, Load, pipeline, request
 
 PATIENCE_S = 240
 """Seconds after which a rank that does not answer is given up."""
+CALM_S = 2
+"""Seconds to wait at most for other work on the machine to pause."""
 Units = dict[tuple[str, int], float]
 """Seconds that a stage computes on a unit, by kind and part."""
 
@@ -70,6 +73,13 @@ class Ranks:
                 raise RuntimeError(f"rank {rank}: {answer}")
             answers.append(answer)
         return answers
+
+    def ask_when_calm(self, what: str, *args: Any) -> list[Any]:
+        """As `ask`, once other work leaves the machine alone, or `CALM_S` later."""
+        end = time.monotonic() + CALM_S
+        while time.monotonic() < end and psutil.cpu_percent(0.2) > 25:
+            pass
+        return self.ask(what, *args)
 
     def close(self) -> None:
         for process in self._processes:
@@ -133,7 +143,7 @@ class _Rank:
         for _ in range(times):
             dist.barrier()
             began = time.perf_counter()
-            ops = [dist.P2POp(dist.isend, ours, other), dist.P2POp(dist.irecv, theirs, other)]
+            ops = [dist.P2POp(dist.irecv, theirs, other), dist.P2POp(dist.isend, ours, other)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             found.append(time.perf_counter() - began)

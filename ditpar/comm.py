@@ -201,8 +201,10 @@ class Group:
             for peer, tensor in out:
                 self.channels[peer].send(tensor)
             return [_Arrival(self.channels[peer], tensor) for peer, tensor in into]
-        ops = [dist.P2POp(dist.isend, tensor, peer, group=self.pg) for peer, tensor in out]
-        ops += [dist.P2POp(dist.irecv, tensor, peer, group=self.pg) for peer, tensor in into]
+        # Receives first: gloo sends once the receiver has said that it is ready, over the same connection as its own data.
+        # Said behind those, it would come when they have passed, and the two directions would take turns.
+        ops = [dist.P2POp(dist.irecv, tensor, peer, group=self.pg) for peer, tensor in into]
+        ops += [dist.P2POp(dist.isend, tensor, peer, group=self.pg) for peer, tensor in out]
         return list(dist.batch_isend_irecv(ops)) if ops else []
 
 

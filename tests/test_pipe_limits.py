@@ -23,7 +23,15 @@ class Stop(Exception):
     pass
 
 
-def disturbed(how: str, plan: str) -> bool:
+def disturbed(how: str, plan: str, transport: str) -> bool:
+    os.environ["DITPAR_TRANSPORT"] = transport
+    try:
+        return undisturbed(how, plan)
+    finally:
+        del os.environ["DITPAR_TRANSPORT"]
+
+
+def undisturbed(how: str, plan: str) -> bool:
     """Whether a request gives the same bits after another one that failed, was stopped, or had another size."""
     pipe = ditpar.parallelize(tiny.build(FLUX), plan)
     call = tiny.inputs(FLUX, pipe, steps=4, size=(64, 64))
@@ -60,10 +68,11 @@ def disturbed(how: str, plan: str) -> bool:
     return torch.equal(run(pipe, call), want)
 
 
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("how", ["fails", "fails lazily", "stops", "is larger"])
-def test_no_request_sees_another_ones_state(how: str, worlds: Worlds) -> None:
-    assert worlds(2).run(disturbed, how, PLAN) == [True, True]
-    assert worlds(3).run(disturbed, how, "pipe=3,patches=4") == [True] * 3
+def test_no_request_sees_another_ones_state(how: str, transport: str, worlds: Worlds) -> None:
+    assert worlds(2).run(disturbed, how, PLAN, transport) == [True, True]
+    assert worlds(3).run(disturbed, how, "pipe=3,patches=4", transport) == [True] * 3
 
 
 def fails_inside(at: int, plan: str) -> tuple[str, str]:

@@ -161,6 +161,15 @@ def test_no_plan_deadlocks(family: str, plan: str, worlds: Worlds) -> None:
     assert all(call.batch is not None for log in logs for call in log if call.p2p)
 
 
+@pytest.mark.parametrize("plan", ["ulysses=2", "ring=2"])
+def test_a_rank_is_ready_to_receive_before_it_sends(plan: str, worlds: Worlds) -> None:
+    """Else gloo's word that it is ready queues behind what is sent, and the two directions take turns."""
+    for log in worlds(2).run(record, "flux", plan):
+        batches = [[c.kind for c in log if c.batch == n] for n in {c.batch for c in log if c.p2p}]
+        assert len(batches) > 4
+        assert all(kinds == ["recv", "send"] for kinds in batches), batches
+
+
 def record_stages(family: str, plan: str, sabotage: str = "") -> list[Call]:
     """Five steps of a stage pipeline."""
     log = recorder.start()
@@ -192,6 +201,15 @@ def test_no_stage_pipeline_deadlocks(family: str, plan: str, worlds: Worlds) -> 
     assert check(logs) == []
     waits = [sum(call.kind == "wait" for call in log) for log in logs]
     assert min(waits) >= 4, waits
+
+
+def test_a_stage_awaits_its_next_unit_while_it_runs_one_also_across_steps(worlds: Worlds) -> None:
+    log = worlds(2).run(record_stages, "flux", "pipe=2,patches=3")[1]
+    ahead, dry = 0, 0
+    for call in log:
+        ahead += (call.kind == "recv") - (call.kind == "wait" and call.peer == 0)
+        dry += call.kind == "wait" and call.peer == 0 and ahead == 0
+    assert dry == 1, "only after the last unit of all is there nothing to wait for"
 
 
 def test_both_edges_of_two_stages_need_groups_of_their_own(worlds: Worlds) -> None:
