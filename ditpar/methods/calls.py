@@ -204,8 +204,8 @@ class Calls:
         if self.family.output == "tokens":
             grain = self.mesh.sequence.size
             lead = text
-        elif text:
-            lead = text / (hidden[0, 0].numel() / rows / stage.grain**2) if hidden.ndim == 4 else 0.0
+        elif text:  # in rows of the latents, of which `grain` make a row of tokens
+            lead = text * stage.grain**2 / hidden.shape[-1]
         grains = -(-rows // grain)
         if plan.patches > grains:
             raise PlanError(
