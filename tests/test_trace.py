@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditpar.app import cli
@@ -54,6 +54,7 @@ def test_shares_of_a_window() -> None:
 SPAN = st.tuples(st.sampled_from(["compute", "send", "wait"]), st.integers(0, 30), st.integers(0, 30))
 
 
+@settings(deadline=None)
 @given(st.lists(SPAN, min_size=1, max_size=8))
 def test_shares_against_counting_each_nanosecond(spans: list[tuple[Any, int, int]]) -> None:
     events = [Event(what, "", begin, begin + length) for what, begin, length in spans]
