@@ -266,3 +266,11 @@ def test_a_trace_of_two_stages(run: Run) -> None:
     code, out, _ = run("trace", "t.json", "--json")
     ranks = json.loads(out)["ranks"]
     assert code == 0 and len(ranks) == 2 and all(0 < rank["busy"] <= 1 for rank in ranks)
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("single", 1), ("cfg=2", 2), ("ulysses=2", 2)])
+def test_a_trace_of_any_plan(plan: str, ranks: int, run: Run) -> None:
+    options = ("--plan", plan, "--steps", "2", "--size", "64x64", "--trace", "t.json")
+    assert run("generate", "red apple", *options)[0] == 0
+    code, out, _ = run("trace", "t.json", "--json")
+    assert code == 0 and [0.1 < rank["busy"] <= 1 for rank in json.loads(out)["ranks"]] == [True] * ranks

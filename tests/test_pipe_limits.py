@@ -103,18 +103,19 @@ def fails_inside(at: int, plan: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-@pytest.mark.parametrize("at", [0, 2, 3, 6, 7])
-def test_a_call_that_fails_leaves_nothing_unnoticed(at: int, transport: str, worlds: Worlds) -> None:
-    for message, found in worlds(2).run(fails_inside_over, at, transport):
+@pytest.mark.parametrize(("at", "patches"), [(0, 2), (2, 2), (3, 2), (6, 2), (7, 2), (9, 4)])
+def test_a_call_that_fails_leaves_nothing_unnoticed(at: int, patches: int, transport: str, worlds: Worlds) -> None:
+    """The last: more is on its way around the ring than the first stage was ready for."""
+    for message, found in worlds(2).run(fails_inside_over, at, patches, transport):
         assert "call ditpar.parallelize again" in message
         assert found == "" if transport == "shared" else "start the ranks again" in found
 
 
-def fails_inside_over(at: int, transport: str) -> tuple[str, str]:
+def fails_inside_over(at: int, patches: int, transport: str) -> tuple[str, str]:
     before = os.environ.get("DITPAR_TRANSPORT")
     os.environ["DITPAR_TRANSPORT"] = transport
     try:
-        return fails_inside(at, "pipe=2,patches=2")
+        return fails_inside(at, f"pipe=2,patches={patches}")
     finally:
         os.environ.pop("DITPAR_TRANSPORT")
         if before is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -115,6 +115,8 @@ class Binding:
         """Installs the methods on the instance. `calls` when this request's calls wait for one another."""
         family, mesh = self.family, self.mesh
         if mesh.plan.world == 1:
+            if mesh.counters.trace is not None:
+                wrap_call(changes, transformer, partial(_timed, self.name, mesh))
             return
         root = _traced(self.name, mesh, self.stage, innermost(transformer._call_impl))
         if self.sequence:
@@ -183,6 +185,16 @@ class Binding:
             for name, rows in self.family.sites.items()
             if (module := getattr(block, name, None)) is not None
         ]
+
+
+def _timed(name: str, mesh: Mesh, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A stock transformer's call as a span of the trace."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with mesh.counters.span("compute", name, model=name):
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
 def _traced(name: str, mesh: Mesh, stage: Stage | None, root: Root) -> Root:

@@ -355,7 +355,12 @@ class Calls:
             owed.popleft()
 
     def _end(self) -> None:
-        """Takes off the ring what was sent for a call that never ran, so that the next request does not meet it."""
+        """Takes off the ring what was sent for a call that never ran, so that the next request does not meet it.
+
+        After a failure within a round nobody may be there to take what was sent, so nothing is waited for.
+        """
+        if self.mesh.health.broken:
+            return
         for stage in self._stages:
             stage.finish(announced=stage is self._announced)
         if self.back is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ditpar.errors import PlanError
@@ -235,7 +234,3 @@ def block_cost(family: Family, block: nn.Module) -> float:
         if (site := getattr(block, name, None)) is not None:
             cost += 2 * (_TOKENS + (_TEXT if family.joint else 0)) * site.inner_dim
     return cost
-
-
-def on_meta(module: nn.Module) -> bool:
-    return any(p.device == torch.device("meta") for p in module.parameters())
